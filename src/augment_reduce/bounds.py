@@ -1,0 +1,117 @@
+"""The objectives: lower bounds on log p(y | psi), one row each, from sampled or from all classes.
+
+Shapes: `gap` (B, S) holds psi_k - psi_y for the classes that stand for the rest (-inf: masked), `log_weight`
+log omega, broadcastable to it. With every other class present and log_weight = 0 each is the full sum; with a
+sampler's classes and weights it estimates that sum. A bound goes up, has one value per row, no scaling by
+N / B, and comes with its gradient by `gap` (the label's score gets minus the sum of it).
+
+    function            equation   is a bound   estimate from a sample
+    softmax_bound       (8)        yes          unbiased
+    noise_bound         (7)        yes          unbiased
+    one_vs_each         (10)       yes          unbiased
+    sampled_softmax     -          no           biased: log of an estimate
+    exact               (1), (5)   it is log p  needs every class
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .noise import Noise
+from .quadrature import log_likelihood_and_grad
+
+
+class Nodes(NamedTuple):
+    """E_q[f] ~ sum_j weight_j f(eps_j) for each row's q(eps): one draw (J = 1) or Gauss-Hermite nodes.
+
+    - `eps` (B, J); `weight` (J,), summing to one; `entropy` (B,): H[q], exact.
+    """
+
+    eps: Tensor
+    weight: Tensor
+    entropy: Tensor
+
+
+def log_eta_tilde(gap: Tensor, log_weight: Tensor) -> Tensor:
+    """log of eta~ = 1 + sum_k omega_k exp(gap_k)   (Algorithm 1, E step); (B,)."""
+    return F.softplus(torch.logsumexp(gap + log_weight, dim=-1))
+
+
+def softmax_bound(gap: Tensor, log_weight: Tensor, log_eta: Tensor) -> Tensor:
+    """Eq. (8):  L = 1 - log eta - (1 + sum_{k != y} exp(gap_k)) / eta  <=  log softmax_y(psi).
+
+    Any eta > 0 gives a bound; tight at eta* = 1 + sum exp(gap). Linear in the sum, so a sampled sum keeps
+    value and gradient unbiased, given eta.
+    """
+    return 1.0 - log_eta - torch.exp(log_eta_tilde(gap, log_weight) - log_eta)
+
+
+def softmax_bound_grad(gap: Tensor, log_weight: Tensor, log_eta: Tensor) -> Tensor:
+    """dL/dgap_k = -omega_k exp(gap_k - log eta), eta held."""
+    return -torch.exp(gap + (log_weight - log_eta[:, None]))
+
+
+def unmasked(gap: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(omega, gap) for a noise to work on: a masked pair has weight zero and a harmless gap instead of -inf.
+
+    A user's noise then never meets an infinity, whose derivative by autograd would be NaN.
+    """
+    masked = gap == -torch.inf
+    return torch.exp(log_weight).expand_as(gap).masked_fill(masked, 0.0), gap.masked_fill(masked, 0.0)
+
+
+def noise_bound(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
+    """Eq. (7):  L = E_q[log phi(eps) + sum_{k != y} log Phi(eps - gap_k)] + H[q]  <=  log p(y | psi), any noise."""
+    omega, gap = unmasked(gap, log_weight)
+    log_cdf = noise.log_cdf(q.eps[:, None, :] - gap[:, :, None]) @ q.weight
+    return noise.log_prob(q.eps) @ q.weight + (omega * log_cdf).sum(dim=-1) + q.entropy
+
+
+def noise_bound_grad(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
+    """dL/dgap_k = -omega_k E_q[(phi / Phi)(eps - gap_k)], q held."""
+    omega, gap = unmasked(gap, log_weight)
+    return -omega * (noise.dlog_cdf(q.eps[:, None, :] - gap[:, :, None]) @ q.weight)
+
+
+def one_vs_each(gap: Tensor, log_weight: Tensor) -> Tensor:
+    """Eq. (10), Titsias 2016:  L = sum_{k != y} log sigmoid(-gap_k)  <=  log softmax_y(psi). No local parameters."""
+    return (torch.exp(log_weight) * F.logsigmoid(-gap)).sum(dim=-1)
+
+
+def one_vs_each_grad(gap: Tensor, log_weight: Tensor) -> Tensor:
+    """dL/dgap_k = -omega_k sigmoid(gap_k)."""
+    return -torch.exp(log_weight) * torch.sigmoid(gap)
+
+
+def sampled_softmax(gap: Tensor, log_weight: Tensor) -> Tensor:
+    """-log(1 + sum omega_k exp(gap_k)). Not a bound: by Jensen its mean lies above log softmax_y.
+
+    With uniform classes other than y this is Botev et al. 2017.
+    """
+    return -log_eta_tilde(gap, log_weight)
+
+
+def sampled_softmax_grad(gap: Tensor, log_weight: Tensor) -> Tensor:
+    """dL/dgap_k = -omega_k exp(gap_k) / (1 + sum omega exp(gap))."""
+    return softmax_bound_grad(gap, log_weight, log_eta_tilde(gap, log_weight))
+
+
+def exact_softmax(gap: Tensor) -> Tensor:
+    """Eq. (1):  log p(y | psi) = -log(1 + sum_{k != y} exp(gap_k)), every other class in `gap`."""
+    return -log_eta_tilde(gap, gap.new_zeros(()))
+
+
+def exact_softmax_grad(gap: Tensor) -> Tensor:
+    """d log p / dgap_k = -softmax_k."""
+    return softmax_bound_grad(gap, gap.new_zeros(()), log_eta_tilde(gap, gap.new_zeros(())))
+
+
+def exact_noise(noise: Noise, gap: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. (5) and its gradient by quadrature: gap (B, K) over all classes in order, the label's masked."""
+    psi = gap.scatter(1, labels[:, None], 0.0)
+    value, grad = log_likelihood_and_grad(noise, psi, labels)
+    return value.to(gap.dtype), grad.to(gap.dtype).scatter(1, labels[:, None], 0.0)

@@ -1,0 +1,137 @@
+"""Every reader by name, and `read_rows`, which tells the format itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scipy import sparse
+
+from augment_reduce.data.archives import read_npz, write_npz
+from augment_reduce.data.files import DataFileError, PathLike, empty_file, first_bytes, shown
+from augment_reduce.data.images import OmniglotImages, read_idx, read_omniglot_zip
+from augment_reduce.data.reductions import reduce_labels
+from augment_reduce.data.rows import LabelledRows, MultiLabelRows
+from augment_reduce.data.sparse_text import ZeroBased, read_svmlight, read_xml_repository, scan_svmlight
+from augment_reduce.data.tables import Table, read_csv
+
+__all__ = [
+    "FORMATS",
+    "DataFileError",
+    "LabelledRows",
+    "MultiLabelRows",
+    "OmniglotImages",
+    "Table",
+    "detect_format",
+    "read_csv",
+    "read_idx",
+    "read_npz",
+    "read_omniglot_zip",
+    "read_rows",
+    "read_svmlight",
+    "read_xml_repository",
+    "write_npz",
+]
+
+FORMATS = ("svmlight", "xml", "npz", "csv")
+SUFFIXES = {".svm": "svmlight", ".svmlight": "svmlight", ".libsvm": "svmlight", ".csv": "csv", ".tsv": "csv"}
+HEADER = re.compile(rb"\s*\d+\s+\d+\s+\d+\s*")
+SPARSE_ROW = re.compile(rb"[^\s:]*(\s+\d+:\S+)+\s*|\d+:\S+(\s+\d+:\S+)*\s*")
+
+
+def detect_format(path: PathLike) -> str:
+    """The format of a file of rows, one of `FORMATS`, told from its contents and, in doubt, from its name."""
+    start = first_bytes(path)
+    if start.startswith(b"PK\x03\x04"):
+        return "npz"
+    name = Path(path)
+    suffix = Path(name.stem).suffix if name.suffix == ".gz" else name.suffix
+    if suffix.lower() in SUFFIXES:
+        return SUFFIXES[suffix.lower()]
+    whole = start if b"\n" in start else start.rpartition(b" ")[0]  # a first line longer than we looked: drop its stump
+    lines = [line.partition(b"#")[0] for line in whole.split(b"\n")[:50]]
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise empty_file(path, "rows of data")
+    if HEADER.fullmatch(lines[0]):
+        return "xml"
+    if any(SPARSE_ROW.fullmatch(line) for line in lines):
+        return "svmlight"
+    if b"," in lines[0] or b"\t" in lines[0] or b";" in lines[0]:
+        return "csv"
+    raise DataFileError(
+        path,
+        expected="a file in svmlight, XML-repository, npz or csv format",
+        found=f"the first line {shown(lines[0])}",
+        advice=f"If it is one of them, say which with format=, one of {', '.join(FORMATS)}.",
+    )
+
+
+def read_rows(
+    path: PathLike,
+    format: str = "auto",
+    *,
+    n_features: int | None = None,
+    zero_based: ZeroBased = "auto",
+    label_column: str | int | None = -1,
+    ignore_columns: Sequence[str] = (),
+    reduction: str | None = None,
+    need_labels: bool = True,
+) -> LabelledRows:
+    """Read features and labels from a svmlight, XML-repository, npz or csv file, packed with gzip or not.
+
+    - `n_features`: how many features there must be (svmlight may then lack the last ones; others must have so many).
+    - `zero_based`: svmlight only. `label_column`, `ignore_columns`: csv only.
+    - `reduction`: for rows with sets of labels, "first" or "all" (see `reductions`). Without it, sets that all have
+      exactly one label are taken as they are; others are refused, or with `need_labels=False` left out (`y` is None).
+    - `need_labels=False`: a file without labels is fine, as for prediction.
+    """
+    if format == "auto":
+        format = detect_format(path)
+    if format == "svmlight":
+        found = scan_svmlight(path, n_features=n_features, zero_based=zero_based, need_labels=need_labels)
+        rows = LabelledRows(found.X, found.y, format, found.labels, None, found.label_names, None, found.zero_based)
+    elif format == "xml":
+        sets = read_xml_repository(path)
+        rows = LabelledRows(sets.X, None, format, sets.labels)
+    elif format in ("npz", "csv"):
+        csv = format == "csv"
+        table = read_csv(path, label_column=label_column, ignore_columns=ignore_columns) if csv else read_npz(path)
+        rows = LabelledRows(table.X, table.y, format, table.labels, None, table.class_names, table.feature_names)
+    else:
+        raise ValueError(f"Expected a format among 'auto', {', '.join(map(repr, FORMATS))}, but found {format!r}.")
+    if n_features is not None and rows.n_features != n_features:
+        raise DataFileError(
+            path,
+            expected=f"{n_features:,} features",
+            found=f"{rows.n_features:,}",
+            advice="Give the same columns as in training.",
+        )
+    return _one_label_each(path, rows, reduction, need_labels)
+
+
+def _one_label_each(path: PathLike, found: LabelledRows, reduction: str | None, need_labels: bool) -> LabelledRows:
+    """One label a row as it is; sets of labels through `reduction`."""
+    if found.labels is None:
+        if found.y is None and need_labels:
+            raise DataFileError(path, expected="a label on every row", found="none", advice="Labels are needed here.")
+        return found
+    if reduction is not None:
+        X = found.X if sparse.issparse(found.X) else sparse.csr_matrix(found.X)
+        examples = reduce_labels(MultiLabelRows(X, found.labels), reduction)
+        return replace(found, X=examples.X, y=examples.y, rows=examples.rows)
+    per_row = np.diff(found.labels.indptr)
+    if (per_row == 1).all():
+        return replace(found, y=found.labels.indices.astype(np.int64), rows=np.arange(found.n_rows))
+    if need_labels:
+        raise DataFileError(
+            path,
+            expected="one label a row",
+            found=f"rows with {per_row.min()} to {per_row.max()} labels",
+            advice="Choose a reduction: 'first' keeps every row's lowest label, 'all' makes every (row, label) pair "
+            "an example.",
+        )
+    return found

@@ -1,0 +1,253 @@
+"""Sparse text: files of the extreme-classification (XML) repository, and svmlight / libsvm files."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from augment_reduce.data.files import DataFileError, PathLike, decode_line, empty_file, line_blocks, shown
+from augment_reduce.data.rows import MultiLabelRows, assemble_csr
+from augment_reduce.data.sparse_blocks import parse_block
+from augment_reduce.data.sparse_lines import NUMBER, Block, IntArray, Rules
+
+ZeroBased = bool | Literal["auto"]
+
+INTEGER = re.compile(rb"[+-]?\d{1,18}")
+NOT_FINITE = re.compile(rb"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+
+
+class _Collected:
+    """The blocks of one file, growing into X and the labels."""
+
+    def __init__(self) -> None:
+        self.values: list[npt.NDArray[np.float32]] = []
+        self.indices: list[np.ndarray] = []
+        self.counts: list[IntArray] = []
+        self.label_ids: list[IntArray] = []
+        self.label_counts: list[IntArray] = []
+        self.n_rows = 0
+        self.lowest: int | None = None
+        self.highest = -1
+
+    def add(self, block: Block, label_ids: IntArray) -> None:
+        self.n_rows += len(block.counts)
+        self.counts.append(block.counts)
+        self.label_counts.append(block.label_counts)
+        self.label_ids.append(label_ids)
+        self.values.append(block.values)
+        if block.indices.size == 0:
+            return
+        low, high = int(block.indices.min()), int(block.indices.max())
+        self.lowest = low if self.lowest is None else min(low, self.lowest)
+        self.highest = max(high, self.highest)
+        # Half the memory while reading, where the numbers allow it.
+        self.indices.append(block.indices.astype(np.int32) if high < 2**31 else block.indices)
+
+    def features(self, n_features: int, shift: int = 0) -> sparse.csr_matrix:
+        if shift:
+            for indices in self.indices:
+                indices -= shift
+        return assemble_csr(self.values, self.indices, self.counts, n_features)
+
+    def label_sets(self, n_labels: int) -> sparse.csr_matrix:
+        """(N, K) boolean; a label written twice in a row counts once."""
+        counts = np.concatenate(self.label_counts) if self.label_counts else np.zeros(0, np.int64)
+        ids = np.concatenate(self.label_ids) if self.label_ids else np.zeros(0, np.int64)
+        row = np.repeat(np.arange(len(counts)), counts)
+        order = np.lexsort((ids, row))
+        row, ids = row[order], ids[order]
+        new = np.ones(len(ids), bool)
+        new[1:] = (row[1:] != row[:-1]) | (ids[1:] != ids[:-1])
+        return assemble_csr(
+            [np.ones(int(new.sum()), bool)], [ids[new]], [np.bincount(row[new], minlength=len(counts))], n_labels
+        )
+
+
+def read_xml_repository(path: PathLike) -> MultiLabelRows:
+    """Read the text format of the extreme-classification repository, gzip or not.
+
+    A header `N D K`, then N lines `label,label feature:value feature:value`, all counted from 0. A line may have no
+    labels (it then starts with a blank) or nothing at all. Features come out ascending; a feature twice in a row is
+    refused, a label twice in a row counts once.
+    """
+    blocks = line_blocks(path)
+    first, block = next(blocks, (1, b""))
+    if not block:
+        raise empty_file(path, "a header line 'N D K'")
+    header, _, rest = block.partition(b"\n")
+    n_rows, n_features, n_labels = parse_header(path, header)
+    rules = Rules(
+        highest=n_features - 1,
+        n_labels=n_labels,
+        limit_note=f"The header declares {n_features} features and {n_labels} labels, both counted from 0.",
+    )
+    collected = _Collected()
+    first += 1
+    while True:
+        surplus = collected.n_rows + rest.count(b"\n") - n_rows
+        if surplus > 0:
+            rest = _without_blank_tail(path, first, rest, surplus, n_rows)
+        if rest:
+            parsed = parse_block(path, first, rest, rules)
+            collected.add(parsed, parsed.label_ids)
+        following = next(blocks, None)
+        if following is None:
+            break
+        first, rest = following
+    if collected.n_rows < n_rows:
+        raise DataFileError(
+            path,
+            expected=f"{n_rows:,} rows, as the header declares",
+            found=f"only {collected.n_rows:,} when the file ended",
+            advice="The file was cut short, or its header belongs to another one.",
+        )
+    labels = collected.label_sets(n_labels)
+    return MultiLabelRows(collected.features(n_features), labels)
+
+
+def parse_header(path: PathLike, line: bytes) -> tuple[int, int, int]:
+    """N, D, K of the header line."""
+    fields = decode_line(path, 1, line).split()
+    if len(fields) != 3 or not all(field.isascii() and field.isdigit() and len(field) < 19 for field in fields):
+        raise DataFileError(
+            path,
+            line=1,
+            expected="a header of three whole numbers 'N D K' (rows, features, labels)",
+            found=shown(line),
+            advice="A file without such a header may be svmlight: see read_svmlight.",
+        )
+    n_rows, n_features, n_labels = (int(field) for field in fields)
+    return n_rows, n_features, n_labels
+
+
+def _without_blank_tail(path: PathLike, first: int, block: bytes, surplus: int, n_rows: int) -> bytes:
+    """The block without the lines beyond the N rows declared, which must be blank."""
+    lines = block.split(b"\n")[:-1]
+    kept = len(lines) - surplus
+    for number, line in enumerate(lines[kept:], start=first + kept):
+        if line.strip():
+            raise DataFileError(
+                path,
+                line=number,
+                expected=f"the end of the file after {n_rows:,} rows, as the header declares",
+                found=f"another row, {shown(line)}",
+                advice="Correct the header's first number, or remove the extra rows.",
+            )
+    return b"".join(line + b"\n" for line in lines[:kept])
+
+
+class SvmlightRows(NamedTuple):
+    """What a svmlight file holds: `y` for one label a row, `labels` for sets of them, neither if it has no labels."""
+
+    X: sparse.csr_matrix
+    y: np.ndarray | None
+    labels: sparse.csr_matrix | None
+    label_names: list[str] | None
+    zero_based: bool
+
+
+def read_svmlight(
+    path: PathLike, *, n_features: int | None = None, zero_based: ZeroBased = "auto"
+) -> tuple[sparse.csr_matrix, np.ndarray] | MultiLabelRows:
+    """Read svmlight / libsvm text, gzip or not: `label index:value …`, comments after `#`, blank lines skipped.
+
+    Returns (X, y), with y int64 if every label is a whole number, float64 if every one is a number, strings
+    otherwise. If any line has a comma list of labels, returns `MultiLabelRows`.
+
+    `zero_based="auto"` takes indices as counted from 1 unless a 0 occurs: right for most whole files, but a test file
+    may lack the 0 of its training file, so say True or False where you know.
+    """
+    found = scan_svmlight(path, n_features=n_features, zero_based=zero_based, need_labels=True)
+    if found.labels is not None:
+        return MultiLabelRows(found.X, found.labels, found.label_names)
+    assert found.y is not None  # need_labels
+    return found.X, found.y
+
+
+def scan_svmlight(path: PathLike, *, n_features: int | None, zero_based: ZeroBased, need_labels: bool) -> SvmlightRows:
+    """`read_svmlight`, also telling how the indices were read; without `need_labels` a file may have no labels."""
+    auto = zero_based == "auto"
+    base = 0 if zero_based is True else 1
+    rules = Rules(
+        lowest=0 if auto else base,
+        highest=None if n_features is None else n_features - 1 + base,
+        comments=True,
+        limit_note=f"Features are counted from {base}"
+        + (f" and there are {n_features} of them." if n_features is not None else "; see zero_based."),
+    )
+    collected, codes, unlabelled = _Collected(), dict[bytes, int](), None
+    for first, text in line_blocks(path):
+        block = parse_block(path, first, text, rules)
+        used = (block.label_counts > 0) | (block.counts > 0)
+        missing = np.flatnonzero(used & (block.label_counts == 0))
+        if missing.size and unlabelled is None:
+            unlabelled = first + int(missing[0])
+        ids = np.fromiter((codes.setdefault(label, len(codes)) for label in block.labels), np.int64, len(block.labels))
+        collected.add(block._replace(label_counts=block.label_counts[used], counts=block.counts[used]), ids)
+    if collected.n_rows == 0:
+        raise empty_file(path, "rows 'label index:value …'")
+    if auto and collected.lowest == 0:
+        base = 0
+        if n_features is not None and collected.highest == n_features:
+            # A 0 and an n_features cannot both be right: read again as counted from 0, to find the line.
+            return scan_svmlight(path, n_features=n_features, zero_based=True, need_labels=need_labels)
+    y, labels, names = _labels(path, collected, codes, unlabelled, need_labels)
+    width = n_features if n_features is not None else collected.highest + 1 - base if collected.highest >= 0 else 0
+    return SvmlightRows(collected.features(width, shift=base), y, labels, names, base == 0)
+
+
+def _labels(
+    path: PathLike, collected: _Collected, codes: dict[bytes, int], unlabelled: int | None, need_labels: bool
+) -> tuple[np.ndarray | None, sparse.csr_matrix | None, list[str] | None]:
+    """One label a row, or sets of labels and their names, or nothing."""
+    if not codes and not need_labels:
+        return None, None, None
+    tokens = list(codes)
+    if all(int(counts.max(initial=0)) <= 1 for counts in collected.label_counts):
+        if unlabelled is not None:
+            raise DataFileError(
+                path, line=unlabelled, expected="a label, then features", found="no label", advice="Give every row one."
+            )
+        return label_values(path, tokens)[np.concatenate(collected.label_ids)], None, None
+    if all(token.isdigit() and INTEGER.fullmatch(token) for token in tokens):
+        numbers = np.asarray([int(token) for token in tokens], np.int64)
+        names = None
+        n_labels = int(numbers.max()) + 1
+    else:
+        texts = np.asarray([token.decode("utf-8") for token in tokens])
+        order = np.argsort(texts)
+        numbers = np.argsort(order)
+        names = texts[order].tolist()
+        n_labels = len(names)
+    collected.label_ids = [numbers[ids] for ids in collected.label_ids]
+    return None, collected.label_sets(n_labels), names
+
+
+def label_values(path: PathLike, tokens: list[bytes]) -> np.ndarray:
+    """The distinct labels as int64 if all are whole numbers, else float64 if all are numbers, else strings."""
+    if all(INTEGER.fullmatch(token) for token in tokens):
+        return np.asarray([int(token) for token in tokens], np.int64)
+    bad = next((token for token in tokens if NOT_FINITE.fullmatch(token)), None)
+    if bad is not None and all(NUMBER.fullmatch(token) or NOT_FINITE.fullmatch(token) for token in tokens):
+        raise DataFileError(
+            path,
+            line=_line_that_opens_with(path, bad),
+            expected="a label on every row",
+            found=f"the label {shown(bad)}",
+            advice="Leave out the rows whose label is missing.",
+        )
+    if all(NUMBER.fullmatch(token) for token in tokens):
+        return np.asarray([float(token) for token in tokens])
+    return np.asarray([token.decode("utf-8") for token in tokens])
+
+
+def _line_that_opens_with(path: PathLike, token: bytes) -> int | None:
+    for first, block in line_blocks(path):
+        for number, line in enumerate(block.split(b"\n"), start=first):
+            if line.split(maxsplit=1)[:1] == [token]:
+                return number
+    return None

@@ -1,0 +1,367 @@
+"""AugmentReduceClassifier, the scikit-learn face."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state, compute_class_weight
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+
+from . import fitting, predict, saving
+from .defaults import Shape, check_memory, check_parameters, resolve
+from .fitting import Fitted, threads
+from .kernels.rows import as_rows
+from .local import LocalStep
+from .noise import Noise, resolve_noise
+from .optim import RowOptimizer
+from .quadrature import log_likelihood_importance
+from .sampler import ClassSampler
+from .scores import kernels_for
+
+
+class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
+    """Softmax, multinomial probit or multinomial logistic, fitted at a cost that does not grow with the number of classes.
+
+    Maximises sum_n L_n - ||w||^2 / (2 prior_variance), where L_n is a lower bound on log p(y_n | x_n) estimated from
+    a few sampled classes (Ruiz, Titsias, Dieng, Blei 2018). Linear scores: psi_nk = w_k . x_n + b_k.
+
+    Parameters
+    ----------
+    model : "softmax", "probit", "logistic" or a Noise
+        The distribution of the utilities' noise: Gumbel, Gaussian, logistic, or one of your own.
+    method : "augment-reduce", "one-vs-each", "sampled-softmax" or "exact"
+        What is maximised. The middle two are for the softmax only; "exact" costs O(K) a row.
+    n_sampled_classes : int, optional
+        |S|, how many classes stand for the rest. More than there are others means all others.
+    class_sampling : "auto", a name or a ClassSampler
+        "uniform", "uniform-shared", "frequency", "frequency-shared"; "-shared": one draw for the whole minibatch.
+    batch_size, max_iter, max_epochs : int, optional
+        Rows a step, and how many steps, or passes over the data (set one of the two).
+    prior_variance : float, optional
+        Variance v of a Gaussian prior on weights and biases; None is maximum likelihood.
+    optimizer, learning_rate : optional
+        "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.
+    local_step : optional
+        The E step: "natural-gradient" (softmax), "newton", "gradient", or a LocalStep.
+    early_stopping, validation_fraction, n_iter_no_change, tol
+        Hold out that share of the rows, stop when their log likelihood has not risen by `tol` for
+        `n_iter_no_change` looks, and keep the best weights.
+    class_weight : dict, "balanced" or None
+    warm_start : bool
+        `fit` goes on from where the last one ended, for `max_iter` more steps, on the same rows.
+    device : "auto" or "cpu"
+    n_jobs : int, optional
+        Threads; None is all cores. Results do not depend on it.
+    dtype : "float32", "float64" or None
+        Of the weights; None follows X.
+    init_scale : float, optional
+        Standard deviation of the first weights; None is 0 (the presets: 0.1, and 0.001 for the biases).
+    preset : None, "paper" or "paper-text"
+        The authors' code as they ran it, or the paper's text to the letter.
+    random_state : int, RandomState or None
+    verbose : int
+        1 shows settings, memory and progress.
+
+    Attributes
+    ----------
+    classes_, coef_ (K, D), intercept_ (K,)
+        With two classes, as in scikit-learn, coef_ is (1, D): the second class's weights minus the first's.
+    n_features_in_, feature_names_in_, n_iter_
+    history_ : dict of arrays
+        "iteration", "epoch", "seconds" (of training), "bound" (per row), "validation_log_likelihood", "bound_gap"
+        (log p minus the bound, on fixed training rows), "floor_hits".
+    """
+
+    def __init__(
+        self,
+        model: str | Noise = "softmax",
+        *,
+        method: str = "augment-reduce",
+        n_sampled_classes: int | None = None,
+        class_sampling: str | ClassSampler = "auto",
+        batch_size: int | None = None,
+        max_iter: int | None = None,
+        max_epochs: float | None = None,
+        prior_variance: float | None = None,
+        optimizer: str | RowOptimizer | None = None,
+        learning_rate: float | None = None,
+        local_step: str | LocalStep | None = None,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 5,
+        tol: float = 1e-4,
+        class_weight: dict[Any, float] | str | None = None,
+        warm_start: bool = False,
+        device: str = "auto",
+        n_jobs: int | None = None,
+        dtype: str | None = None,
+        init_scale: float | None = None,
+        preset: str | None = None,
+        random_state: int | np.random.RandomState | None = None,
+        verbose: int = 0,
+    ) -> None:
+        self.model = model
+        self.method = method
+        self.n_sampled_classes = n_sampled_classes
+        self.class_sampling = class_sampling
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.max_epochs = max_epochs
+        self.prior_variance = prior_variance
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.local_step = local_step
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.tol = tol
+        self.class_weight = class_weight
+        self.warm_start = warm_start
+        self.device = device
+        self.n_jobs = n_jobs
+        self.dtype = dtype
+        self.init_scale = init_scale
+        self.preset = preset
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    # ---- fitting ----
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AugmentReduceClassifier:
+        """Fit to rows X (dense or sparse) and their labels y (numbers or text)."""
+        noise = self._checked_noise()
+        go_on = self.warm_start and hasattr(self, "_fitted")
+        X, y, weight = self._checked_rows(X, y, sample_weight, reset=not go_on)
+        if go_on:
+            codes = self._encode(y)
+        else:
+            self.classes_, codes = np.unique(y, return_inverse=True)
+            self._check_classes()
+        rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
+        return self._train(noise, rows, anew=not go_on, persistent=True)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> AugmentReduceClassifier:
+        """One pass over these rows, which are not expected again; `classes` are all there will be, at the first call."""
+        noise = self._checked_noise()
+        first = not hasattr(self, "_fitted")
+        if first and classes is None:
+            raise ValueError("The first call of partial_fit needs classes: all labels that any later call may bring.")
+        if self.class_weight == "balanced":
+            raise ValueError("class_weight='balanced' needs all rows at once; pass weights as a dict to partial_fit.")
+        X, y, weight = self._checked_rows(X, y, sample_weight, reset=first)
+        if first:
+            self.classes_ = np.unique(np.asarray(classes))
+            self._check_classes()
+        elif classes is not None and not np.array_equal(np.unique(np.asarray(classes)), self.classes_):
+            raise ValueError("classes differ from those of the first call of partial_fit; leave them out, or start anew.")
+        codes = self._encode(y)
+        rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
+        return self._train(noise, rows, anew=first, persistent=False)
+
+    def _checked_noise(self) -> Noise:
+        noise = resolve_noise(self.model)
+        check_parameters(self.get_params(deep=False), noise)
+        return noise
+
+    def _checked_rows(self, X: Any, y: Any, sample_weight: Any, reset: bool) -> tuple[Any, np.ndarray, np.ndarray | None]:
+        X, y = validate_data(
+            self, X, y, reset=reset, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True
+        )
+        check_classification_targets(y)
+        if sp.issparse(X) and not X.has_canonical_format:
+            X = X.copy()  # the caller's matrix stays as it is
+            X.sum_duplicates()
+        if sample_weight is None:
+            return X, y, None
+        return X, y, _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+
+    def _check_classes(self) -> None:
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"Expected at least two classes, found only one class: {self.classes_[0]!r}. There is nothing to tell apart."
+            )
+
+    def _encode(self, y: np.ndarray) -> np.ndarray:
+        """Labels to 0..K-1; an error that names the first label never seen."""
+        codes = np.searchsorted(self.classes_, y)
+        codes = np.minimum(codes, len(self.classes_) - 1)
+        unseen = np.flatnonzero(self.classes_[codes] != y)
+        if len(unseen):
+            row = unseen[0]
+            raise ValueError(
+                f"Expected labels among the {len(self.classes_):,} classes seen in training, but {len(unseen)} of {len(y)} rows "
+                f"have others; first at row {row}: y={y[row]!r}. Drop those rows, or fit with them."
+            )
+        return codes
+
+    def _row_weights(self, codes: np.ndarray, sample_weight: np.ndarray | None) -> np.ndarray | None:
+        """sample_weight times class_weight, or None where all are one."""
+        if self.class_weight is None:
+            return sample_weight
+        present = np.unique(codes)
+        of_class = np.ones(len(self.classes_))
+        of_class[present] = compute_class_weight(
+            self.class_weight, classes=self.classes_[present], y=self.classes_[codes], sample_weight=sample_weight
+        )
+        weights = of_class[codes]
+        return weights if sample_weight is None else weights * sample_weight
+
+    def _train(
+        self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, persistent: bool
+    ) -> AugmentReduceClassifier:
+        """Resolve all settings, start or go on, and publish what was learned, also after an interruption."""
+        options = self.get_params(deep=False)
+        shape = Shape(rows.X.n_rows, rows.X.n_features, len(self.classes_), rows.n_nonzero)
+        settings = resolve(options, noise, shape, rows.torch_dtype)
+        if anew:
+            bytes_needed = check_memory(settings, shape, self.early_stopping)
+            seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+            self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed)
+        else:
+            self.densify()
+        try:
+            fitting.run(self._fitted, settings, rows, options, persistent=persistent)
+        finally:
+            self._publish()
+        return self
+
+    def _publish(self) -> None:
+        """Make what was learned visible under scikit-learn's names; the arrays are shared, not copied."""
+        fitted = self._fitted
+        weight = fitted.parameters.weight.numpy() if fitted.sparse_weight is None else fitted.sparse_weight
+        bias = fitted.parameters.bias.numpy()
+        binary = len(self.classes_) == 2
+        self.coef_ = weight[1:] - weight[:1] if binary else weight
+        self.intercept_ = bias[1:] - bias[:1] if binary else bias
+        self.n_iter_ = fitted.clock.iteration
+        self.history_ = {name: np.array(values) for name, values in fitted.run.history.items()}
+
+    # ---- prediction ----
+
+    def _scores_of(self, X: Any) -> tuple[predict.ScoresOf, int]:
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True)
+        if self._fitted.sparse_weight is not None:
+            return self._sparse_scores_of(X), X.shape[0]
+        rows, kernels, parameters = as_rows(X), kernels_for("cpu"), self._fitted.parameters
+        all_classes = torch.arange(len(self.classes_))
+
+        def scores_of(start: int, stop: int) -> torch.Tensor:
+            block = np.arange(start, stop)
+            return kernels.shared_scores(rows, block, all_classes, parameters.weight, parameters.bias)
+
+        return scores_of, X.shape[0]
+
+    def _sparse_scores_of(self, X: Any) -> predict.ScoresOf:
+        weight, bias = self._fitted.sparse_weight.T.tocsr(), self._fitted.parameters.bias.numpy()
+
+        def scores_of(start: int, stop: int) -> torch.Tensor:
+            product = X[start:stop] @ weight
+            return torch.from_numpy((product.toarray() if sp.issparse(product) else product) + bias)
+
+        return scores_of
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Scores psi (N, K); with two classes (N,), the second's minus the first's."""
+        scores_of, n_rows = self._scores_of(X)
+        with threads(self.n_jobs):
+            psi = predict.scores(scores_of, n_rows, len(self.classes_)).numpy()
+        return psi[:, 1] - psi[:, 0] if len(self.classes_) == 2 else psi
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The class of the highest score, which is the most probable one under every model."""
+        scores_of, n_rows = self._scores_of(X)
+        with threads(self.n_jobs):
+            return self.classes_[predict.argmax(scores_of, n_rows, len(self.classes_)).numpy()]
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        scores_of, n_rows = self._scores_of(X)
+        with threads(self.n_jobs):
+            return predict.log_proba(resolve_noise(self.model), scores_of, n_rows, len(self.classes_)).numpy()
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """(N, K) probabilities, exact for every model; use `predict_topk` where that is too many."""
+        return np.exp(self.predict_log_proba(X))
+
+    def predict_topk(self, X: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k most probable classes of each row and their probabilities, (N, k) each; never N x K."""
+        scores_of, n_rows = self._scores_of(X)
+        if not 1 <= k <= len(self.classes_):
+            raise ValueError(f"Expected k between 1 and the number of classes, {len(self.classes_)}; found {k}.")
+        with threads(self.n_jobs):
+            classes, probabilities = predict.top_k(resolve_noise(self.model), scores_of, n_rows, len(self.classes_), k)
+        return self.classes_[classes.numpy()], probabilities.numpy()
+
+    def log_likelihood(
+        self, X: Any, y: Any, sample_weight: Any = None, *, integral: str = "quadrature", n_samples: int = 1000
+    ) -> float:
+        """Mean log probability of the labels, exact for every model.
+
+        `integral="importance"` is the paper's estimate instead (probit, logistic): 1,000 draws from N(5, 5^2).
+        """
+        check_is_fitted(self)
+        codes = torch.from_numpy(self._encode(np.asarray(y)))
+        scores_of, n_rows = self._scores_of(X)
+        if len(codes) != n_rows:
+            raise ValueError(f"X has {n_rows} rows but y has {len(codes)} labels.")
+        if integral not in ("quadrature", "importance"):
+            raise ValueError(f"Expected integral to be 'quadrature' or 'importance', found {integral!r}.")
+        noise = resolve_noise(self.model)
+        with threads(self.n_jobs):
+            if integral == "importance" and noise.name != "softmax":
+                generator = torch.Generator().manual_seed(self._fitted.seed)
+                blocks = predict.row_blocks(n_rows, len(self.classes_))
+                values = torch.cat(
+                    [
+                        log_likelihood_importance(noise, scores_of(a, b), codes[a:b], n_samples=n_samples, generator=generator)
+                        for a, b in blocks
+                    ]
+                ).numpy()
+            else:
+                values = predict.log_likelihood(noise, scores_of, codes, len(self.classes_)).numpy()
+        return float(np.average(values, weights=sample_weight))
+
+    def sparsify(self) -> AugmentReduceClassifier:
+        """Keep the weights as a CSR matrix: those never touched are exactly zero. For prediction; `densify` undoes it."""
+        check_is_fitted(self)
+        if self._fitted.sparse_weight is None:
+            weight = self._fitted.parameters.weight
+            self._fitted.sparse_weight = sp.csr_matrix(weight.numpy())
+            self._fitted.parameters.weight = torch.empty(0, weight.shape[1], dtype=weight.dtype)
+            self._publish()
+        return self
+
+    def densify(self) -> AugmentReduceClassifier:
+        """Keep the weights as a plain array again, as training needs them."""
+        check_is_fitted(self)
+        if self._fitted.sparse_weight is not None:
+            self._fitted.parameters.weight = torch.from_numpy(self._fitted.sparse_weight.toarray())
+            self._fitted.sparse_weight = None
+            self._publish()
+        return self
+
+    # ---- files ----
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model, with all that training needs to go on exactly, to one file; atomically, without pickle."""
+        check_is_fitted(self)
+        saving.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **objects: Any) -> AugmentReduceClassifier:
+        """Read a model saved by `save`. Parameters that were objects of your own (a noise, a sampler) are given again here."""
+        return saving.load(cls, path, objects)
+
+
+__all__ = ["AugmentReduceClassifier"]

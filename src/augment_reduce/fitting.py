@@ -1,0 +1,245 @@
+"""From settings and rows to a trained model: builds the `Problem`, keeps what must outlive a fit, runs the loop.
+
+Between the estimator (names, checks, scikit-learn's manners) and `vem` / `training` (the method).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+
+from . import bounds, predict
+from .defaults import Settings
+from .kernels.reference import Parameters
+from .kernels.rows import Rows, SparseRows
+from .local import Clock, LocalState
+from .optim import Prior
+from .progress import TrainingProgress
+from .sampler import AllClasses
+from .scores import kernels_for, label_and_gap
+from .training import Evaluators, Run, Schedule, mix, train
+from .vem import Problem, State
+
+GAP_PAIRS = 2_000_000  # (row, class) pairs that one look at the bound's gap may cost
+VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
+
+
+@dataclass
+class TrainingRows:
+    """Checked rows with labels in 0..K-1 and weights (None: all one)."""
+
+    X: Rows
+    codes: np.ndarray
+    weight: np.ndarray | None
+
+    @property
+    def n_nonzero(self) -> int:
+        return len(self.X.values) if isinstance(self.X, SparseRows) else self.X.values.size
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.X.values.dtype == np.float32 else torch.float64
+
+    def active(self) -> np.ndarray:
+        """Rows that count: a weight of zero is a row that is not there."""
+        if self.weight is None:
+            return np.arange(self.X.n_rows)
+        active = np.flatnonzero(self.weight > 0)
+        if not len(active):
+            raise ValueError("All sample weights are zero: there is nothing to fit. Pass positive weights for some rows.")
+        return active
+
+
+@dataclass
+class Fitted:
+    """What outlives a fit: parameters, optimiser state, each row's q, clock, seed, history."""
+
+    parameters: Parameters
+    seed: int
+    bytes_needed: int
+    clock: Clock = field(default_factory=lambda: Clock(0, 0))
+    local: LocalState = field(default_factory=dict)
+    run: Run = field(default_factory=Run)
+    rows_seen: int = 0
+    class_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    feature_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    sparse_weight: sp.csr_matrix | None = None  # in place of parameters.weight after sparsify()
+
+
+def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_needed: int) -> Fitted:
+    """Fresh parameters: zeros, or Gaussian with the preset's scales, from the seed."""
+    generator = torch.Generator().manual_seed(mix(seed, 0, 0))
+    scale_w, scale_b = settings.init_scale
+    weight = torch.zeros(n_classes, n_features, dtype=settings.dtype)
+    bias = torch.zeros(n_classes, dtype=settings.dtype)
+    if scale_w:
+        weight.normal_(0.0, scale_w, generator=generator)
+    if scale_b:
+        bias.normal_(0.0, scale_b, generator=generator)
+    optimizer = settings.optimizer
+    parameters = Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
+    return Fitted(
+        parameters, seed, bytes_needed, class_counts=np.zeros(n_classes), feature_counts=np.zeros(n_features, np.int64)
+    )
+
+
+@contextlib.contextmanager
+def threads(n_jobs: int | None) -> Iterator[None]:
+    """`n_jobs` threads for torch and Numba inside, the caller's own numbers again outside. None: leave as is."""
+    if n_jobs is None:
+        yield
+        return
+    import numba
+
+    most = numba.config.NUMBA_NUM_THREADS
+    wanted = max(1, most + 1 + n_jobs if n_jobs < 0 else n_jobs)
+    before_torch, before_numba = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(wanted)
+    numba.set_num_threads(min(wanted, most))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before_torch)
+        numba.set_num_threads(before_numba)
+
+
+def run(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool
+) -> None:
+    """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
+    active = rows.active()
+    held_out = np.empty(0, dtype=np.int64)
+    if options["early_stopping"] and persistent:
+        active, held_out = hold_out(active, options["validation_fraction"], fitted.seed)
+    if not persistent or not fitted.rows_seen:
+        fitted.class_counts = fitted.class_counts + np.bincount(rows.codes[active], minlength=len(fitted.class_counts))
+        fitted.rows_seen += len(active)
+        if settings.prior_variance is not None:
+            fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts()
+    problem = make_problem(fitted, settings, rows, active)
+    state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
+
+    per_epoch = -(-len(active) // settings.batch_size)
+    n_iter = settings.max_iter if persistent else per_epoch
+    schedule = Schedule(
+        batch_size=settings.batch_size,
+        max_iter=n_iter,
+        record_every=max(1, min(n_iter // 200, per_epoch)),
+        evaluate_every=max(1, n_iter // 20),
+        seed=fitted.seed,
+        origin=0 if persistent else fitted.clock.iteration,
+        early_stopping=len(held_out) > 0,
+        n_iter_no_change=options["n_iter_no_change"],
+        tol=options["tol"],
+    )
+    evaluators = Evaluators(
+        validation=validation_look(problem, state, rows, held_out) if len(held_out) else None,
+        bound_gap=bound_gap_look(problem, state, active) if persistent else None,
+    )
+    with threads(options["n_jobs"]), TrainingProgress(n_iter, options["verbose"]) as progress:
+        progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
+        try:
+            train(problem, state, schedule, evaluators, progress, fitted.run)
+        finally:  # an interrupted fit keeps what it has learned, and can go on from there
+            fitted.clock = state.clock
+            fitted.local = state.local if persistent else {}
+
+
+def hold_out(active: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows to train on, rows to validate on), the same for the same seed."""
+    n_held = math.ceil(fraction * len(active))
+    if n_held >= len(active):
+        raise ValueError(
+            f"early_stopping holds out {fraction:.0%} of {len(active)} rows, which leaves none to train on. "
+            "Lower validation_fraction, or set early_stopping=False."
+        )
+    order = np.random.Generator(np.random.PCG64(mix(seed, 3, 0))).permutation(len(active))
+    return np.sort(active[order[n_held:]]), np.sort(active[order[:n_held]])
+
+
+def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray) -> Problem:
+    dtype = fitted.parameters.weight.dtype
+    kernels = kernels_for("cpu")
+    prior = None
+    if settings.prior_variance is not None:
+        prior = Prior.from_counts(
+            settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only
+        )
+    return Problem(
+        X=rows.X,
+        active=active,
+        n_rows=fitted.rows_seen,
+        labels=torch.from_numpy(rows.codes.astype(np.int64, copy=False)),
+        sample_weight=None if rows.weight is None else torch.from_numpy(rows.weight).to(dtype),
+        method=settings.method,
+        noise=settings.noise,
+        sampler=settings.sampler.bind(fitted.class_counts, kernels.draw_without_replacement),
+        n_sampled=settings.n_sampled_classes,
+        local=settings.local,
+        optimizer=settings.optimizer,
+        prior=prior,
+        kernels=kernels,
+    )
+
+
+def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent: bool) -> LocalState:
+    """Each row's q: that of the last fit where it was on as many rows, fresh otherwise."""
+    if problem.local is None:
+        return {}
+    fresh = problem.local.init_state(rows.X.n_rows, fitted.parameters.weight.dtype)
+    kept = fitted.local
+    if persistent and kept.keys() == fresh.keys() and all(len(kept[k]) == len(fresh[k]) for k in kept):
+        return kept
+    return fresh
+
+
+def validation_look(problem: Problem, state: State, rows: TrainingRows, held_out: np.ndarray) -> Callable[[], float]:
+    """Mean log likelihood of the held-out rows (of as many as are affordable), exact."""
+    K = len(state.parameters.bias)
+    looked_at = held_out[: max(100, VALIDATION_PAIRS // K)]
+    codes = torch.from_numpy(rows.codes[looked_at].astype(np.int64, copy=False))
+    weight = None if rows.weight is None else rows.weight[looked_at]
+    all_classes = torch.arange(K)
+
+    def scores_of(begin: int, end: int) -> Tensor:
+        parameters = state.parameters
+        return problem.kernels.shared_scores(
+            problem.X, looked_at[begin:end], all_classes, parameters.weight, parameters.bias
+        )
+
+    return lambda: float(np.average(predict.log_likelihood(problem.noise, scores_of, codes).numpy(), weights=weight))
+
+
+def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callable[[], float] | None:
+    """log p minus the full-sum bound on fixed training rows with their stored q: how much the bound gives away."""
+    if problem.method in ("sampled-softmax", "exact"):
+        return None
+    K = len(state.parameters.bias)
+    rows = active[:: max(1, len(active) // 256)][: min(256, max(8, GAP_PAIRS // K))]
+    index = torch.from_numpy(rows)
+    labels = problem.labels[index]
+    everything = AllClasses().bind(np.ones(K), problem.kernels.draw_without_replacement)
+
+    def look() -> float:
+        dtype = state.parameters.weight.dtype
+        sampled = everything.draw(labels, K, generator=torch.Generator(), dtype=dtype)
+        _, gap = label_and_gap(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
+        gap = gap.to(torch.float64)
+        if problem.local is None:
+            bound = bounds.one_vs_each(gap, gap.new_zeros(()))
+            visited = torch.ones(len(rows), dtype=torch.bool)
+        else:
+            bound = problem.local.full_bound(state.local, index, problem.noise, gap).to(torch.float64)
+            visited = ~problem.local.unvisited(state.local, index)
+        log_p = predict.log_likelihood(problem.noise, lambda a, b: gap.scatter(1, labels[:, None], 0.0)[a:b], labels)
+        return float((log_p - bound)[visited].mean()) if visited.any() else math.nan
+
+    return look

@@ -1,0 +1,124 @@
+"""Plain torch, obvious and slow on purpose: the oracle that the fast kernels are compared with.
+
+Every kernel module offers these names, with these shapes:
+
+    pair_scores(X, rows, classes (B, C), weight, bias)    -> psi (B, C)
+    shared_scores(X, rows, classes (C,), weight, bias)    -> psi (B, C)
+    push_pairs(X, rows, classes (B, C), grad (B, C), share (B, C) | None, parameters, optimizer, t, prior)
+    push_shared(X, rows, classes (C,), grad (B, C), labels (B,), label_grad (B,), share (B, C) | None, parameters, ...)
+    draw_without_replacement(uniforms (B, S), n)          -> (B, S) of range(n), no repeats within a row
+
+`grad` is the derivative of the whole objective by the score of that (row, class) pair; `share` is the
+pair's weight in the prior (see `optim.Prior`), the label's own share in push_shared being `label_share`.
+A push sums the gradients of all pairs of a class first, then lets the optimiser take one step on the
+entries touched. Nothing here knows of noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..optim import Prior, RowOptimizer
+from .rows import Rows
+
+
+@dataclass
+class Parameters:
+    """Weights (K, D), biases (K,), and what the row optimiser remembers of each."""
+
+    weight: Tensor
+    bias: Tensor
+    weight_state: list[Tensor] = field(default_factory=list)
+    bias_state: list[Tensor] = field(default_factory=list)
+
+
+def pair_scores(X: Rows, rows: np.ndarray, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
+    x = X.dense(rows, weight.dtype)
+    return (x[:, None, :] * weight[classes]).sum(dim=-1) + bias[classes]
+
+
+def shared_scores(X: Rows, rows: np.ndarray, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """psi[b, c] = x[b] . weight[classes[c]] + bias[classes[c]]"""
+    return X.dense(rows, weight.dtype) @ weight[classes].T + bias[classes]
+
+
+def push_pairs(
+    X: Rows,
+    rows: np.ndarray,
+    classes: Tensor,
+    grad: Tensor,
+    share: Tensor | None,
+    parameters: Parameters,
+    optimizer: RowOptimizer,
+    t: int,
+    prior: Prior | None,
+) -> None:
+    """One optimiser step on every entry (class, feature) that a pair with a non-zero feature touches."""
+    weight, bias = parameters.weight, parameters.bias
+    x = X.dense(rows, weight.dtype)
+    C = classes.shape[1]
+    pair_row = torch.arange(len(x)).repeat_interleave(C)
+    touched, slot = torch.unique(classes.reshape(-1), return_inverse=True)
+    g_pair = grad.reshape(-1)
+    g = torch.zeros(len(touched), x.shape[1], dtype=weight.dtype).index_add_(0, slot, g_pair[:, None] * x[pair_row])
+    g_bias = torch.zeros(len(touched), dtype=weight.dtype).index_add_(0, slot, g_pair)
+    c, c_bias = torch.zeros_like(g), torch.zeros_like(g_bias)
+    if prior is not None and share is not None:
+        s_pair = share.reshape(-1)
+        c.index_add_(0, slot, s_pair[:, None] * (x[pair_row] != 0)).mul_(prior.inverse_counts)
+        c_bias.index_add_(0, slot, s_pair).mul_(prior.inverse_rows)
+    for value, gradient, prior_share, states in (
+        (weight, g, c, parameters.weight_state),
+        (bias, g_bias, c_bias, parameters.bias_state),
+    ):
+        entries, entry_states = value[touched], [s[touched] for s in states]
+        optimizer.apply(entries, gradient, prior_share, entry_states, t, prior)
+        value[touched] = entries
+        for s, new in zip(states, entry_states, strict=True):
+            s[touched] = new
+
+
+def push_shared(
+    X: Rows,
+    rows: np.ndarray,
+    classes: Tensor,
+    grad: Tensor,
+    labels: Tensor,
+    label_grad: Tensor,
+    share: Tensor | None,
+    label_share: Tensor | None,
+    parameters: Parameters,
+    optimizer: RowOptimizer,
+    t: int,
+    prior: Prior | None,
+) -> None:
+    """As push_pairs, for classes shared by the minibatch and each row's own label beside them."""
+    pairs = torch.cat([labels[:, None], classes.expand(len(rows), -1)], dim=1)
+    all_grad = torch.cat([label_grad[:, None], grad], dim=1)
+    all_share = None
+    if share is not None and label_share is not None:
+        all_share = torch.cat([label_share[:, None], share], dim=1)
+    push_pairs(X, rows, pairs, all_grad, all_share, parameters, optimizer, t, prior)
+
+
+def draw_without_replacement(uniforms: Tensor, n: int) -> Tensor:
+    """Floyd's algorithm, one row at a time: S of range(n), every subset equally likely, in O(S) memory.
+
+    For j = n-S, ..., n-1: take floor(u (j+1)), or j itself if that was taken before.
+    """
+    B, S = uniforms.shape
+    out = torch.empty(B, S, dtype=torch.int64)
+    for b in range(B):
+        taken: set[int] = set()
+        for s in range(S):
+            j = n - S + s
+            pick = min(int(float(uniforms[b, s]) * (j + 1)), j)
+            pick = j if pick in taken else pick
+            taken.add(pick)
+            out[b, s] = pick
+    return out

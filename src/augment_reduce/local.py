@@ -1,0 +1,321 @@
+"""The E step: each training row's q(eps_n), kept from visit to visit, O(N) numbers and nothing else.
+
+    local step         model      q(eps)                  moves by
+    NaturalGradient    softmax    Gumbel(log eta, 1)      eta <- (1-alpha) eta + alpha eta~   (Algorithm 1), in logs
+    Reparameterised    any        location-scale          gradient on (mu, gamma), eq. (9)    (Algorithm 2)
+    Newton             any        N(mu, 1 / precision)    persistent stochastic Newton
+
+`uses_updated` says which q the M step of the same minibatch holds. True is the paper: q after the E step, which
+has seen the very classes that the M step uses, so the gradient is biased towards sampled softmax. False is ours:
+q as it was before, independent of the classes just drawn, so that the gradient of the bound at that q is unbiased.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import bounds
+from .bounds import Nodes, log_eta_tilde
+from .noise import Noise
+from .sampler import Sampled
+
+LocalState = dict[str, Tensor]
+
+
+class Clock(NamedTuple):
+    """What a step size may depend on; both count from 1."""
+
+    iteration: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """alpha = scale (1 + c)^-power, with c the row's earlier visits, the epoch or the iteration."""
+
+    scale: float = 1.0
+    power: float = 0.9
+    counts: str = "visits"  # "visits" | "epoch" | "iteration"
+
+    def at(self, visits: Tensor, clock: Clock, dtype: torch.dtype) -> Tensor:
+        if self.counts == "visits":
+            return self.scale * (1.0 + visits.to(dtype)) ** -self.power
+        count = clock.epoch if self.counts == "epoch" else clock.iteration
+        return torch.full(visits.shape, self.scale * (1.0 + count) ** -self.power, dtype=dtype)
+
+
+class LocalStep:
+    """Base of the local steps. `state` maps names to (N,) tensors; `rows` indexes them."""
+
+    name: ClassVar[str]
+    uses_updated: bool
+
+    def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
+        raise TypeError(f"{type(self).__name__} does not say its state.")
+
+    def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
+        """First visit: set q from classes drawn for that alone."""
+        raise TypeError(f"{type(self).__name__} has no first visit of its own.")
+
+    def update(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
+        generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        raise TypeError(f"{type(self).__name__} does not say how it moves.")
+
+    def bound_and_grad(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled,
+        generator: torch.Generator, want_bound: bool,
+    ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        """What the M step needs, q held: the bound (B,), its gradient by gap (B, S), how often a floor acted.
+
+        Here for every q that offers `nodes`; the softmax has its closed form.
+        """
+        q = self.nodes(state, rows, noise, generator)
+        bound = bounds.noise_bound(noise, gap, sampled.log_weight, q) if want_bound else None
+        return bound, bounds.noise_bound_grad(noise, gap, sampled.log_weight, q), 0
+
+    def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
+        """(B,) the bound with these rows' stored q and every other class in `gap`: what is reported as its gap."""
+        raise TypeError(f"{type(self).__name__} does not say its bound.")
+
+    def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
+        raise TypeError(f"{type(self).__name__} does not say its nodes.")
+
+    def unvisited(self, state: LocalState, rows: Tensor) -> Tensor:
+        """(B,) True for rows that have no q of their own yet."""
+        return state["visits"][rows] == 0
+
+
+@dataclass(frozen=True)
+class NaturalGradient(LocalStep):
+    """Softmax. State `log_eta`; `floor` guards the M step (see `floored`)."""
+
+    name: ClassVar[str] = "natural-gradient"
+    step_size: StepSize = field(default_factory=StepSize)
+    uses_updated: bool = False
+    floor: bool = True
+
+    def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
+        # eta = 2 before the first visit: the authors' start (they keep eta without its leading 1, at 1).
+        return {
+            "log_eta": torch.full((n_rows,), math.log(2.0), dtype=dtype),
+            "visits": torch.zeros(n_rows, dtype=torch.int32),
+        }
+
+    def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
+        state["log_eta"][rows] = log_eta_tilde(gap, log_weight)
+        state["visits"][rows] = 1
+
+    def update(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
+        generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        """eta <- (1 - alpha) eta + alpha eta~, as log-sum-exp of the two logs."""
+        log_eta, visits = state["log_eta"][rows], state["visits"][rows]
+        alpha = self.step_size.at(visits, clock, log_eta.dtype)
+        new = torch.log(alpha) + log_eta_tilde(gap, log_weight)
+        state["log_eta"][rows] = torch.logaddexp(torch.log1p(-alpha) + log_eta, new)
+        state["visits"][rows] = visits + 1
+
+    def bound_and_grad(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled,
+        generator: torch.Generator, want_bound: bool,
+    ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        log_eta = state["log_eta"][rows]
+        bound = bounds.softmax_bound(gap, sampled.log_weight, log_eta) if want_bound else None
+        log_eta, floor_hits = self.floored(log_eta, gap, sampled)
+        return bound, bounds.softmax_bound_grad(gap, sampled.log_weight, log_eta), floor_hits
+
+    def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
+        return bounds.softmax_bound(gap, gap.new_zeros(()), state["log_eta"][rows])
+
+    def floored(self, log_eta: Tensor, gap: Tensor, sampled: Sampled) -> tuple[Tensor, int]:
+        """log eta kept above log(1 + sum over the distinct sampled classes of e^gap) - 1, and how often that acted.
+
+        The unweighted sum is part of eta*'s own, so the floor lies more than 1 below the best log eta: where it
+        acts, the old eta was wrong by more than a factor e. It keeps e^(gap - log eta) below e (the idea of U-max,
+        Fagan and Iyengar 2018). It looks at the classes just drawn, so where it acts the gradient is no longer
+        unbiased; the count says how often.
+        """
+        if not self.floor:
+            return log_eta, 0
+        floor = F.softplus(torch.logsumexp(distinct_gap(gap, sampled), dim=-1)) - 1.0
+        return torch.maximum(log_eta, floor), int((floor > log_eta).sum())
+
+
+def distinct_gap(gap: Tensor, sampled: Sampled) -> Tensor:
+    """gap with every repetition of a class in a row's sample set to -inf."""
+    if sampled.distinct:
+        return gap
+    ordered, order = torch.sort(sampled.classes, dim=-1, stable=True)
+    repeated_sorted = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
+    repeated = torch.zeros_like(repeated_sorted).scatter(-1, order, repeated_sorted)
+    return gap.masked_fill(repeated, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Reparameterised(LocalStep):
+    """Algorithm 2: q = mu + sigma u, sigma = softplus(gamma), one draw u of the noise's variational family.
+
+        mu    <- mu    + alpha g                                with  g = d/deps log p~(y, eps | psi)  at  eps = mu + sigma u
+        gamma <- gamma + alpha (g u + 1 / sigma) dsigma/dgamma        eq. (9); the 1 / sigma is the entropy's gradient
+
+    The authors' code leaves the entropy out (`entropy_gradient=False`).
+    """  # noqa: E501
+
+    name: ClassVar[str] = "gradient"
+    step_size: StepSize = field(default_factory=lambda: StepSize(0.05, 0.5, "visits"))
+    uses_updated: bool = False
+    entropy_gradient: bool = True
+
+    def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
+        return {
+            "mu": torch.zeros(n_rows, dtype=dtype),
+            "gamma": torch.full((n_rows,), math.log(math.e - 1.0), dtype=dtype),  # sigma = 1
+            "visits": torch.zeros(n_rows, dtype=torch.int32),
+        }
+
+    def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
+        """A Gaussian fitted to the classes just sampled, as q's first location and scale."""
+        mu, precision = fit_gaussian(noise, gap, log_weight)
+        sigma = precision.rsqrt()
+        state["mu"][rows] = mu
+        state["gamma"][rows] = torch.log(torch.expm1(sigma))
+        state["visits"][rows] = 1
+
+    def update(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
+        generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        mu, gamma, visits = state["mu"][rows], state["gamma"][rows], state["visits"][rows]
+        sigma = F.softplus(gamma)
+        u = noise.variational_family().rsample((len(rows),), generator=generator, dtype=mu.dtype)
+        eps = mu + sigma * u
+        omega, gap = bounds.unmasked(gap, log_weight)
+        slope = noise.dlog_prob(eps) + (omega * noise.dlog_cdf(eps[:, None] - gap)).sum(dim=-1)
+        alpha = self.step_size.at(visits, clock, mu.dtype)
+        entropy_slope = 1.0 / sigma if self.entropy_gradient else 0.0
+        state["mu"][rows] = mu + alpha * slope
+        state["gamma"][rows] = gamma + alpha * (slope * u + entropy_slope) * -torch.expm1(-sigma)
+        state["visits"][rows] = visits + 1
+
+    def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
+        """One fresh draw from q, the paper's M step."""
+        family = noise.variational_family()
+        mu, sigma = state["mu"][rows], F.softplus(state["gamma"][rows])
+        u = family.rsample((len(rows), 1), generator=generator, dtype=mu.dtype)
+        return Nodes(mu[:, None] + sigma[:, None] * u, mu.new_ones(1), family.entropy + torch.log(sigma))
+
+    def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
+        family = noise.variational_family()
+        mu, sigma = state["mu"][rows], F.softplus(state["gamma"][rows])
+        u, weight = family_nodes(family, mu.dtype)
+        q = Nodes(mu[:, None] + sigma[:, None] * u, weight, family.entropy + torch.log(sigma))
+        return bounds.noise_bound(noise, gap, gap.new_zeros(()), q)
+
+
+@dataclass(frozen=True)
+class Newton(LocalStep):
+    """Persistent stochastic Newton on a Gaussian q, for any noise.
+
+    With f(eps) = log phi(eps) + sum omega_k log Phi(eps - gap_k), the best Gaussian satisfies E_q[f'] = 0 and
+    precision = -E_q[f'']. Each visit moves towards both, by natural gradient (Khan and Lin 2017):
+
+        precision <- (1 - alpha) precision + alpha max(-E_q[f''], tiny)         mu <- mu + alpha E_q[f'] / precision
+
+    E_q by Gauss-Hermite. E_q[f'] and E_q[f''] are linear in the sum over classes, so a sample estimates them
+    without bias. One move is at most two standard deviations of q.
+    """
+
+    name: ClassVar[str] = "newton"
+    step_size: StepSize = field(default_factory=lambda: StepSize(1.0, 0.6, "visits"))
+    uses_updated: bool = False
+    n_nodes: int = 5
+
+    def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
+        return {
+            "mu": torch.zeros(n_rows, dtype=dtype),
+            "precision": torch.ones(n_rows, dtype=dtype),
+            "visits": torch.zeros(n_rows, dtype=torch.int32),
+        }
+
+    def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
+        state["mu"][rows], state["precision"][rows] = fit_gaussian(noise, gap, log_weight, n_nodes=self.n_nodes)
+        state["visits"][rows] = 1
+
+    def update(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
+        generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        mu, precision, visits = state["mu"][rows], state["precision"][rows], state["visits"][rows]
+        alpha = self.step_size.at(visits, clock, mu.dtype)
+        state["mu"][rows], state["precision"][rows] = newton_move(
+            noise, gap, log_weight, mu, precision, alpha, self.n_nodes
+        )
+        state["visits"][rows] = visits + 1
+
+    def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
+        return gaussian_nodes(state["mu"][rows], state["precision"][rows], self.n_nodes)
+
+    def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
+        q = gaussian_nodes(state["mu"][rows], state["precision"][rows], n_nodes=40)
+        return bounds.noise_bound(noise, gap, gap.new_zeros(()), q)
+
+
+def family_nodes(family: Noise, dtype: torch.dtype, n_nodes: int = 61) -> tuple[Tensor, Tensor]:
+    """Trapezoid nodes and weights of a standard variational family, out to where its density is 1e-16 of the peak."""
+    reach = 8.6 if family.name == "probit" else 38.0
+    u = torch.linspace(-reach, reach, n_nodes, dtype=torch.float64)
+    weight = torch.exp(family.log_prob(u))
+    return u.to(dtype), (weight / weight.sum()).to(dtype)
+
+
+def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
+    """Gauss-Hermite nodes of N(mu, 1 / precision), with its entropy 1/2 log(2 pi e / precision)."""
+    z, weight = np.polynomial.hermite_e.hermegauss(n_nodes)
+    node = torch.as_tensor(z, dtype=mu.dtype)
+    node_weight = torch.as_tensor(weight / weight.sum(), dtype=mu.dtype)
+    eps = mu[:, None] + node * precision.rsqrt()[:, None]
+    return Nodes(eps, node_weight, 0.5 * (math.log(2.0 * math.pi * math.e) - torch.log(precision)))
+
+
+def newton_move(
+    noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, alpha: Tensor, n_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """One move of `Newton` from (mu, precision) with step size alpha (B,)."""
+    eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
+    omega, gap = bounds.unmasked(gap, log_weight)
+    slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
+    omega = omega[:, :, None]
+    slope = (noise.dlog_prob(eps) + (omega * slope).sum(dim=1)) @ node_weight
+    bend = (noise.d2log_prob(eps) + (omega * bend).sum(dim=1)) @ node_weight
+    new_precision = (1.0 - alpha) * precision + alpha * (-bend).clamp_min(1e-2)
+    move = alpha * slope / new_precision
+    reach = 2.0 * torch.maximum(precision, new_precision).rsqrt()
+    return mu + torch.minimum(torch.maximum(move, -reach), reach), new_precision
+
+
+def fit_gaussian(
+    noise: Noise, gap: Tensor, log_weight: Tensor, *, n_nodes: int = 5, n_moves: int = 12
+) -> tuple[Tensor, Tensor]:
+    """(mu, precision) of the best Gaussian q for these classes, by Newton from where the winner must lie.
+
+    The start is above every sampled rival that is ahead of the label: eps >= gap for the label to have won.
+    """
+    mu = gap.amax(dim=-1).clamp(min=0.0)
+    precision = torch.ones_like(mu)
+    alpha = torch.full_like(mu, 0.7)  # damped: with alpha = 1 the logistic's linear tails make the moves overshoot
+    for _ in range(n_moves):
+        mu, precision = newton_move(noise, gap, log_weight, mu, precision, alpha, n_nodes)
+    return mu, precision
+
+
+LOCAL_STEPS: dict[str, type[LocalStep]] = {cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton)}

@@ -1,0 +1,342 @@
+"""The noise of the utilities: its density φ and its CDF Φ, in logs, with two derivatives of each.
+
+Utility = ψ_k + ε_k with ε_k ~ φ, and the largest utility wins (paper, eq. 4 and 5). The noise alone makes the model:
+
+    Gumbel    "softmax"     φ(ε) = exp(-ε - e^-ε)         Φ(ε) = exp(-e^-ε)
+    Normal    "probit"      φ(ε) = exp(-ε²/2) / √(2π)     Φ(ε) = erfc(-ε/√2) / 2
+    Logistic  "logistic"    φ(ε) = σ(ε) σ(-ε)             Φ(ε) = σ(ε)
+
+A noise of one's own is a subclass of `Noise` that writes `log_prob` and `log_cdf`; docs/noise.md shows two.
+
+Every function here maps a tensor to a tensor of its shape and dtype (float32 or float64). The built-in ones are right
+in both tails, keep their *relative* accuracy there, and never make a NaN of a number, ±inf included.
+"""
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.polynomial import chebyshev
+from scipy.special import erfcx
+from torch import Tensor
+
+LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
+TAIL_CENTRE = 3.5  # c in `_tail_gap`: puts the fit where δ bends; half of it costs three digits, twice of it one or two
+BLOCK = 2**15  # elements at a time on the CPU: intermediate results stay in cache and reuse the same memory
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+class Noise(ABC):
+    """What a model must know of its noise. Write `log_prob` and `log_cdf`; autograd makes the derivatives of them.
+
+    `smooth_log_concave` promises that log φ and log Φ are smooth and concave. Quadrature then spends one even grid on
+    the one interval that matters; without the promise it adapts to kinks and to more than one mode. False is safe.
+    """
+
+    name: str = "noise"
+    smooth_log_concave: bool = False
+
+    @abstractmethod
+    def log_prob(self, eps: Tensor) -> Tensor:
+        """log φ(ε)."""
+
+    @abstractmethod
+    def log_cdf(self, eps: Tensor) -> Tensor:
+        """log Φ(ε), at most 0."""
+
+    def dlog_prob(self, eps: Tensor) -> Tensor:
+        """d log φ / dε."""
+        return _by_autograd(self.log_prob, eps)
+
+    def d2log_prob(self, eps: Tensor) -> Tensor:
+        """d² log φ / dε²."""
+        return _by_autograd(self.dlog_prob, eps)
+
+    def dlog_cdf(self, eps: Tensor) -> Tensor:
+        """d log Φ / dε = φ(ε) / Φ(ε), at least 0."""
+        return _by_autograd(self.log_cdf, eps)
+
+    def d2log_cdf(self, eps: Tensor) -> Tensor:
+        """d² log Φ / dε²; at most 0 where Φ is log-concave."""
+        return _by_autograd(self.dlog_cdf, eps)
+
+    def dlog_cdf_and_derivative(self, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """(d log Φ / dε, d² log Φ / dε²) at once, for noises where one helps to compute the other."""
+        return self.dlog_cdf(eps), self.d2log_cdf(eps)
+
+    def variational_family(self) -> "LocationScale":
+        """Standard form u of the family q: ε = μ + σ u (paper, sec. 3.2). Normal unless a noise knows better."""
+        return Normal()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+
+
+class LocationScale(Noise):
+    """A noise that also serves as q(ε): it can be drawn from, and its entropy is known."""
+
+    entropy: float  # of the standard form; that of μ + σ u is this plus log σ
+
+    @abstractmethod
+    def rsample(
+        self,
+        shape: tuple[int, ...],
+        *,
+        generator: torch.Generator | None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Independent draws u of the standard form, to be used as ε = μ + σ u."""
+
+
+class Gumbel(Noise):
+    """Standard Gumbel noise, which makes the model a softmax (paper, sec. 3.1).
+
+    log φ(ε) = -ε - e^-ε        log Φ(ε) = -e^-ε
+    """
+
+    name = "softmax"
+    smooth_log_concave = True
+
+    def log_prob(self, eps: Tensor) -> Tensor:
+        # The clamp acts at ε = -inf only, where inf - inf would be NaN; the gradient there is that of the other term.
+        return -eps.clamp_min(torch.finfo(eps.dtype).min) - torch.exp(-eps)
+
+    def log_cdf(self, eps: Tensor) -> Tensor:
+        return -torch.exp(-eps)
+
+    def dlog_prob(self, eps: Tensor) -> Tensor:
+        return torch.expm1(-eps)
+
+    def d2log_prob(self, eps: Tensor) -> Tensor:
+        return -torch.exp(-eps)
+
+    def dlog_cdf(self, eps: Tensor) -> Tensor:
+        return torch.exp(-eps)
+
+    def d2log_cdf(self, eps: Tensor) -> Tensor:
+        return -torch.exp(-eps)
+
+
+class Logistic(LocationScale):
+    """Standard logistic noise: the multinomial logistic model (paper, sec. 3.2).
+
+    φ(ε) = σ(ε) σ(-ε)        Φ(ε) = σ(ε) = 1 / (1 + e^-ε)
+    """
+
+    name = "logistic"
+    smooth_log_concave = True
+    entropy = 2.0
+
+    def log_prob(self, eps: Tensor) -> Tensor:
+        return self.log_cdf(eps) + self.log_cdf(-eps)
+
+    def log_cdf(self, eps: Tensor) -> Tensor:
+        # Not log(sigmoid(ε)), which in float32 is -inf from ε = -89 on; nor -softplus(-ε), off by 1e-10 beyond 20.
+        return F.logsigmoid(eps)
+
+    def dlog_prob(self, eps: Tensor) -> Tensor:
+        return -torch.tanh(0.5 * eps)
+
+    def d2log_prob(self, eps: Tensor) -> Tensor:
+        return 2.0 * self.d2log_cdf(eps)
+
+    def dlog_cdf(self, eps: Tensor) -> Tensor:
+        return torch.neg(eps).sigmoid_()  # in place, for want of a fresh array; autograd keeps the result only
+
+    def d2log_cdf(self, eps: Tensor) -> Tensor:
+        return torch.sigmoid(eps) * -self.dlog_cdf(eps)
+
+    def variational_family(self) -> LocationScale:
+        return self
+
+    def rsample(
+        self,
+        shape: tuple[int, ...],
+        *,
+        generator: torch.Generator | None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        # log(u / (1 - u)). A float32 uniform has steps of 2^-24: no draw beyond ±16.6 and, once in 17 million, u = 0.
+        # In float64 the steps are 2^-53: both tails reach ±36.7, and u = 0 (one in 10^16) stands for half a step.
+        u = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+        return torch.logit(u.clamp_min_(2.0**-54)).to(dtype)
+
+
+class Normal(LocationScale):
+    """Standard Gaussian noise: the multinomial probit model (paper, sec. 3.2).
+
+    φ(ε) = exp(-ε²/2) / √(2π)        Φ(ε) = erfc(-ε/√2) / 2
+
+    Everything about Φ comes from one function of a = |ε|, the tail gap δ(a) = φ(a) / Φ(-a) - a > 0. With ρ = a + δ,
+    none of the following cancels, and the two rows are ordered, so that `_by_sign` can choose:
+
+                      log Φ              (log Φ)' = φ/Φ        (log Φ)''
+        ε = -a        log φ - log ρ      ρ                     -ρ δ
+        ε = +a        log(1 - φ/ρ)       r = φ / (1 - φ/ρ)     -r (a + r)
+    """
+
+    name = "probit"
+    smooth_log_concave = True
+    entropy = 0.5 + LOG_SQRT_2PI
+
+    def log_prob(self, eps: Tensor) -> Tensor:
+        return (-0.5 * eps) * eps - LOG_SQRT_2PI  # in this order it overflows only where ε²/2 does
+
+    def log_cdf(self, eps: Tensor) -> Tensor:
+        return _Closed.apply(eps, self._log_cdf, self.dlog_cdf)
+
+    def dlog_prob(self, eps: Tensor) -> Tensor:
+        return -eps
+
+    def d2log_prob(self, eps: Tensor) -> Tensor:
+        return torch.full_like(eps, -1.0)
+
+    def dlog_cdf(self, eps: Tensor) -> Tensor:
+        return _Closed.apply(eps, self._dlog_cdf, self.d2log_cdf)
+
+    def d2log_cdf(self, eps: Tensor) -> Tensor:
+        return _Closed.apply(eps, self._d2log_cdf, _no_third_derivative)
+
+    # The three below work in place on what they have just made: on the CPU, fresh memory costs more than arithmetic.
+
+    def _log_cdf(self, eps: Tensor) -> Tensor:
+        a = eps.abs()
+        log_rho = _tail_gap(a).add_(a).log_()
+        lower = self.log_prob(a).sub_(log_rho)
+        upper = torch.exp(lower).neg_().log1p_()
+        return _by_sign(eps, lower, upper)
+
+    def _dlog_cdf(self, eps: Tensor) -> Tensor:
+        a = eps.abs()
+        rho = _tail_gap(a).add_(a)
+        phi = self.log_prob(a).exp_()
+        r = phi.div_((phi / rho).neg_().add_(1.0))
+        return _by_sign(-eps, r, rho)
+
+    def _d2log_cdf(self, eps: Tensor) -> Tensor:
+        a = eps.abs().clamp_max_(1e18)  # beyond it the answers are -1 and 0, and at inf they would be inf * 0
+        delta = _tail_gap(a)
+        rho = a + delta
+        phi = self.log_prob(a).exp_()
+        r = phi.div_((phi / rho).neg_().add_(1.0))
+        return _by_sign(eps, delta.mul_(rho).neg_(), a.add_(r).mul_(r).neg_())
+
+    def rsample(
+        self,
+        shape: tuple[int, ...],
+        *,
+        generator: torch.Generator | None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+
+NOISES: dict[str, type[Noise]] = {"softmax": Gumbel, "probit": Normal, "logistic": Logistic}
+
+
+def resolve_noise(model: str | Noise) -> Noise:
+    """The noise behind a model: its name, or the noise itself. ValueError for anything else."""
+    if isinstance(model, Noise):
+        return model
+    if isinstance(model, str) and model in NOISES:
+        return NOISES[model]()
+    expected = f"Expected model to be one of {', '.join(map(repr, NOISES))} or an instance of a subclass of Noise"
+    if isinstance(model, type) and issubclass(model, Noise):
+        raise ValueError(f"{expected}, but found the class {model.__name__}; pass an instance: {model.__name__}().")
+    if hasattr(model, "log_prob") and hasattr(model, "log_cdf"):
+        raise ValueError(
+            f"{expected}, but found {model!r}, which has log_prob and log_cdf but is none. "
+            "Let its class subclass augment_reduce.noise.Noise, which supplies the derivatives (docs/noise.md)."
+        )
+    raise ValueError(f"{expected}, but found {model!r}. To bring a noise of your own, see docs/noise.md.")
+
+
+def _by_autograd(function: Elementwise, eps: Tensor) -> Tensor:
+    """Elementwise derivative of an elementwise function; differentiable again if `eps` asks for gradients."""
+    again = eps.requires_grad and torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.enable_grad():
+        x = eps if again else eps.detach().clone().requires_grad_()
+        y = function(x)
+        if not y.requires_grad:  # a constant: what is left of a polynomial after enough derivatives
+            return torch.zeros_like(eps)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=again, materialize_grads=True)
+        return slope.clone()  # where all is zero (twice through abs, say) autograd returns a tensor without memory
+
+
+class _Closed(torch.autograd.Function):
+    """value(eps), with derivative(eps) as its gradient instead of what autograd would make of value's own steps."""
+
+    @staticmethod
+    def forward(eps: Tensor, value: Elementwise, derivative: Elementwise) -> Tensor:
+        if eps.device.type != "cpu" or eps.numel() <= BLOCK:
+            return value(eps)
+        result = torch.empty_like(eps, memory_format=torch.contiguous_format)
+        for part, to in zip(eps.reshape(-1).split(BLOCK), result.view(-1).split(BLOCK), strict=True):
+            to.copy_(value(part))
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.derivative = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.derivative(ctx.saved_tensors[0]), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], eps: Tensor, *functions: Elementwise) -> tuple[Tensor, int]:
+        return _Closed.apply(eps, *functions), in_dims[0]  # elementwise: a batch is just more elements
+
+
+def _no_third_derivative(eps: Tensor) -> Tensor:
+    raise RuntimeError(
+        "Expected at most two derivatives of Normal.log_cdf, but autograd asks for a third. "
+        "Detach what Normal.d2log_cdf returns, or bring a noise whose log_cdf is written in torch operations."
+    )
+
+
+def _by_sign(sign: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """`upper` where `sign` is positive, `lower` where it is negative, given lower ≤ upper (at zero they are equal).
+
+    Clamping ±inf between the two picks one by sign; torch.where on a random mask takes ten times as long.
+    """
+    return torch.copysign(sign.new_full((), math.inf), sign).clamp_(lower, upper)
+
+
+def _tail_gap(a: Tensor) -> Tensor:
+    """δ(a) = φ(a) / Φ(-a) - a of the Normal, for a ≥ 0: √(2/π) at 0, 1/a - 2/a³ + ... far out.
+
+    (a + c) δ(a) is a smooth function of t = (a - c) / (a + c), which maps [0, ∞] to [-1, 1]: one polynomial serves the
+    whole half-line, and being a few passes of plain arithmetic it beats torch.special.erfcx on the CPU several times.
+    """
+    w = (a + TAIL_CENTRE).reciprocal_()
+    t = (w * (-2.0 * TAIL_CENTRE)).add_(1.0)
+    first, second, *rest = _tail_gap_coefficients(a.dtype, a.device)
+    total = torch.addcmul(second, t, first)
+    for coefficient in rest:
+        torch.addcmul(coefficient, t, total, out=total)
+    return total.mul_(w)
+
+
+@functools.cache
+def _tail_gap_coefficients(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Highest power first: (a + c) δ(a) interpolated at Chebyshev points, to 2e-15 (float64) and 4e-8 (float32)."""
+    degree = 24 if dtype == torch.float64 else 12
+    t = chebyshev.chebpts1(degree + 1)
+    a = TAIL_CENTRE * (1.0 + t) / (1.0 - t)
+    below = a.copy()  # Laplace: δ(a) = 1/(a + 2/(a + 3/(a + ...))), which converges fast unless a is small
+    for j in range(1000, 1, -1):
+        below = a + j / below
+    delta = np.where(a < 0.5, math.sqrt(2.0 / math.pi) / erfcx(a * math.sqrt(0.5)) - a, 1.0 / below)
+    powers = chebyshev.cheb2poly(chebyshev.chebfit(t, (a + TAIL_CENTRE) * delta, degree))
+    return torch.tensor(powers[::-1].copy(), dtype=dtype, device=device).unbind()

@@ -1,0 +1,223 @@
+"""Row optimisers: how a gradient moves the touched entries of the weights, and what it remembers of them.
+
+The objective is the whole data's (it goes up): sum_n L_n - ||w||^2 / (2 v), so a gradient here is of that
+scale, whatever the minibatch. An optimiser sees one entry at a time: its weight w, its gradient g, its
+state. Entries without gradient keep weight and state ("touched only"), so a step costs what it touches.
+
+The prior is a proximal step with the entry's own step size h (Duchi et al. 2011, composite objectives):
+
+    w <- (w + h g) / (1 + h c / v)
+
+where c is an unbiased estimate of 1 that is non-zero only for touched entries (see `Prior`).
+Each class gives the formula once in torch; `kernels/cpu.py` holds its scalar twin, chosen by `kind`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SECTION4, ADAGRAD, ADAM, ROWWISE_ADAGRAD, SECTION4_EVERY_ENTRY = 0, 1, 2, 3, 4
+PRIOR_NONE, PRIOR_UNBIASED, PRIOR_TOUCHED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Gaussian prior N(0, v) on weights and biases, felt only where a step touches.
+
+    ||w||^2 / (2 v) = sum_n sum_k sum_{d: x_nd != 0} w_kd^2 / (2 v N_d), with N_d the rows in which feature d is
+    non-zero: a sum over rows and classes like the bound itself, so the minibatch and the class sampler
+    estimate it without bias, from the same pairs and with the same weights. For entry (k, d)
+
+        c_kd = (N/B) sum_{pairs (n, k)} omega_nk [x_nd != 0] / N_d,        E[c_kd] = 1.
+
+    `touched_only` is the authors' code instead: the whole of -w / v wherever the data gradient is non-zero,
+    nothing elsewhere; the strength then depends on how often an entry is touched.
+    """
+
+    variance: float
+    inverse_counts: Tensor  # (D,) 1 / N_d, in the dtype of the weights
+    inverse_rows: float  # 1 / N: the bias is a feature of every row
+    touched_only: bool = False
+
+    @property
+    def mode(self) -> int:
+        return PRIOR_TOUCHED if self.touched_only else PRIOR_UNBIASED
+
+    @classmethod
+    def from_counts(
+        cls, variance: float, counts: np.ndarray, n_rows: int, dtype: torch.dtype, touched_only: bool = False
+    ) -> Prior:
+        inverse = torch.from_numpy(1.0 / np.maximum(counts, 1)).to(dtype)
+        return cls(float(variance), inverse, 1.0 / n_rows, touched_only)
+
+
+class RowOptimizer:
+    """What the three rules share: names, state, and the move with or without a prior."""
+
+    name: ClassVar[str]
+    rowwise: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> int:
+        """Which scalar rule `kernels/cpu.py` applies."""
+        raise TypeError(f"{type(self).__name__} does not say its kind.")
+
+    @property
+    def n_states(self) -> int:
+        return 1
+
+    def init_state(self, weight: Tensor) -> list[Tensor]:
+        if self.rowwise and weight.ndim == 2:
+            return [torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)]
+        return [torch.zeros_like(weight) for _ in range(self.n_states)]
+
+    def scalars(self, t: int) -> tuple[float, ...]:
+        """Everything the entry rule needs at iteration t (from 1), as four numbers."""
+        raise TypeError(f"{type(self).__name__} does not say its scalars.")
+
+    def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
+        """Update `state` in place; return (step size h, gradient to follow) per entry."""
+        raise TypeError(f"{type(self).__name__} does not say its direction.")
+
+    def apply(self, w: Tensor, g: Tensor, c: Tensor, state: list[Tensor], t: int, prior: Prior | None) -> None:
+        """One step on entries `w` with gradient `g` and prior share `c`, all of one shape, in place."""
+        touched = (g != 0) | (c != 0)
+        if prior is not None and prior.touched_only:
+            touched = g != 0
+            g = torch.where(touched, g - w / prior.variance, g)
+        kept = [s.clone() for s in state]
+        h, follow = self.direction(g, state, t)
+        moved = w + h * follow
+        if prior is not None and not prior.touched_only:
+            moved = moved / (1.0 + h * c / prior.variance)
+        w.copy_(torch.where(touched, moved, w))
+        for s, old in zip(state, kept, strict=True):
+            s.copy_(torch.where(touched if s.ndim == touched.ndim else touched.any(-1), s, old))
+
+
+@dataclass(frozen=True)
+class SectionFour(RowOptimizer):
+    """The paper's section 4 (Kucukelbir et al. 2017):
+
+        s <- kappa g^2 + (1 - kappa) s         w <- w + rho_0 decay(t) t^(-1/2 + 1e-16) g / (1 + sqrt(s))
+
+    decay(t) = 0.9^floor(t / 2000). `first_kappa_one` is the authors' code: kappa = 1 in iteration 1.
+    `every_entry` is the text: s shrinks by 1 - kappa at every iteration, touched or not. A second state remembers
+    when an entry was last touched, and the shrinking is made up for when it is touched again: the same numbers, lazily.
+    """
+
+    name: ClassVar[str] = "section4"
+    learning_rate: float = 0.02
+    kappa: float = 0.1
+    decay: float = 0.9
+    decay_every: int = 2000
+    first_kappa_one: bool = False
+    every_entry: bool = False
+
+    @property
+    def kind(self) -> int:
+        return SECTION4_EVERY_ENTRY if self.every_entry else SECTION4
+
+    @property
+    def n_states(self) -> int:
+        return 2 if self.every_entry else 1
+
+    def scalars(self, t: int) -> tuple[float, ...]:
+        rho_0 = self.learning_rate
+        for _ in range(t // self.decay_every):  # multiplied one at a time: bit-equal to the authors' loop
+            rho_0 = self.decay * rho_0
+        kappa = 1.0 if (self.first_kappa_one and t == 1) else self.kappa
+        return rho_0 * t ** (-0.5 + 1e-16), kappa, float(t), 0.0
+
+    def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
+        rho, kappa, _, _ = self.scalars(t)
+        s = state[0]
+        if self.every_entry:
+            s.mul_((1.0 - kappa) ** (t - 1 - state[1]))
+            state[1].fill_(t)
+        s.copy_(kappa * g * g + (1.0 - kappa) * s)
+        return rho / (1.0 + s.sqrt()), g
+
+
+@dataclass(frozen=True)
+class Adagrad(RowOptimizer):
+    """Duchi et al. 2011:  s <- s + g^2,  w <- w + rate g / (sqrt(s) + eps). Indifferent to the scale of g."""
+
+    kind = ADAGRAD
+    n_states = 1
+    name: ClassVar[str] = "adagrad"
+    learning_rate: float = 0.1
+    eps: float = 1e-10
+
+    def scalars(self, t: int) -> tuple[float, ...]:
+        return self.learning_rate, self.eps, 0.0, 0.0
+
+    def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
+        s = state[0]
+        s.add_(g * g)
+        return self.learning_rate / (s.sqrt() + self.eps), g
+
+
+@dataclass(frozen=True)
+class RowwiseAdagrad(RowOptimizer):
+    """Adagrad with one number a class row: s_k <- s_k + mean of g_kd^2 over the entries touched this step.
+
+    K numbers of state instead of K x D. The mean is over touched entries, so that sparse rows are not
+    taken for small gradients. Biases keep one number each, as in Adagrad.
+    """
+
+    kind = ROWWISE_ADAGRAD
+    n_states = 1
+    name: ClassVar[str] = "rowwise-adagrad"
+    rowwise: ClassVar[bool] = True
+    learning_rate: float = 0.1
+    eps: float = 1e-10
+
+    def scalars(self, t: int) -> tuple[float, ...]:
+        return self.learning_rate, self.eps, 0.0, 0.0
+
+    def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
+        s = state[0]
+        if g.ndim == s.ndim:
+            s.add_(g * g)
+            return self.learning_rate / (s.sqrt() + self.eps), g
+        s.add_((g * g).sum(-1) / (g != 0).sum(-1).clamp_min(1))
+        return (self.learning_rate / (s.sqrt() + self.eps))[..., None].expand_as(g), g
+
+
+@dataclass(frozen=True)
+class Adam(RowOptimizer):
+    """Kingma and Ba 2015, with moments that move only where a step touches (as torch's SparseAdam):
+
+        m <- b1 m + (1-b1) g,  v <- b2 v + (1-b2) g^2,  w <- w + rate mhat / (sqrt(vhat) + eps)
+    """
+
+    kind = ADAM
+    n_states = 2
+    name: ClassVar[str] = "adam"
+    learning_rate: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def scalars(self, t: int) -> tuple[float, ...]:
+        unbias = math.sqrt(1.0 - self.beta2**t)
+        return self.learning_rate * unbias / (1.0 - self.beta1**t), self.beta1, self.beta2, self.eps * unbias
+
+    def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
+        rate, beta1, beta2, eps = self.scalars(t)
+        m, v = state
+        m.copy_(beta1 * m + (1.0 - beta1) * g)
+        v.copy_(beta2 * v + (1.0 - beta2) * g * g)
+        return rate / (v.sqrt() + eps), m
+
+
+OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    cls.name: cls for cls in (SectionFour, Adagrad, RowwiseAdagrad, Adam)
+}

@@ -1,0 +1,154 @@
+"""The loop around `vem.step`: which rows come when, what is recorded, when to stop.
+
+Everything random follows from (seed, iteration): the order of an epoch from the seed and the epoch, a step's
+draws from the seed and the iteration. So training that stops at any iteration and goes on later, from a file
+say, is bit for bit training that never stopped, and no generator state needs keeping.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .local import Clock
+from .progress import TrainingProgress
+from .vem import Problem, State, step
+
+HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
+_MASK = (1 << 64) - 1
+
+
+def mix(seed: int, stream: int, count: int) -> int:
+    """A well-mixed 63-bit seed from three integers (the finaliser of splitmix64, applied thrice)."""
+    z = seed & _MASK
+    for part in (stream, count, 0):
+        z = (z + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z >> 1
+
+
+def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
+    """The permutation of the rows that an epoch follows."""
+    return np.random.Generator(np.random.PCG64(mix(seed, 1, epoch))).permutation(n_rows)
+
+
+@dataclass
+class Schedule:
+    """How long to train and what to look at on the way."""
+
+    batch_size: int
+    max_iter: int  # this many more iterations
+    record_every: int  # iterations between records of the bound
+    evaluate_every: int  # iterations between looks at validation rows and at the bound's gap
+    seed: int
+    origin: int = 0  # the iteration before the first epoch over these rows
+    early_stopping: bool = False
+    n_iter_no_change: int = 5
+    tol: float = 1e-4
+
+
+@dataclass
+class Evaluators:
+    """The slow looks, each O(K) a row, taken rarely: None where not asked for."""
+
+    validation: Callable[[], float] | None = None
+    bound_gap: Callable[[], float] | None = None
+
+
+@dataclass
+class Window:
+    """Sums since the last record."""
+
+    bound: float = 0.0
+    rows: int = 0
+    floor_hits: int = 0
+
+    def mean_bound(self) -> float:
+        return self.bound / self.rows if self.rows else math.nan
+
+
+@dataclass
+class Run:
+    """What a training run leaves: history by name, why it stopped."""
+
+    history: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in HISTORY})
+    stopped_early: bool = False
+    best: float = -math.inf
+    best_parameters: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def train(
+    problem: Problem, state: State, schedule: Schedule, evaluators: Evaluators, progress: TrainingProgress, run: Run
+) -> Run:
+    """Take `schedule.max_iter` steps from where `state.clock` stands, or fewer if validation stops improving."""
+    n_rows = len(problem.active)
+    B = min(schedule.batch_size, n_rows)
+    per_epoch = -(-n_rows // B)
+    elapsed = run.history["seconds"][-1] if run.history["seconds"] else 0.0
+    first = state.clock.iteration + 1
+    last = first + schedule.max_iter - 1
+    generator = torch.Generator()
+    order_of, order = -1, np.empty(0, dtype=np.int64)
+    window, without_gain = Window(), 0
+
+    for t in range(first, last + 1):
+        started = time.perf_counter()
+        epoch, slot = (t - 1 - schedule.origin) // per_epoch + 1, (t - 1 - schedule.origin) % per_epoch
+        if epoch != order_of:
+            order_of, order = epoch, problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows)]
+        rows = order[slot * B : (slot + 1) * B]
+        state.clock = Clock(t, epoch)
+        generator.manual_seed(mix(schedule.seed, 2, t))
+        state, info = step(problem, state, rows, generator=generator)
+        if info.bound is not None:
+            window.bound += float(info.bound.sum())
+            window.rows += len(rows)
+        window.floor_hits += info.floor_hits
+        elapsed += time.perf_counter() - started
+        progress.advance()
+
+        looks = t % schedule.evaluate_every == 0 or t == last
+        if looks or t % schedule.record_every == 0:
+            score = evaluators.validation() if looks and evaluators.validation else math.nan
+            gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
+            record = (t, (t - schedule.origin) / per_epoch, elapsed, window.mean_bound(), score, gap, window.floor_hits)
+            for name, value in zip(HISTORY, record, strict=True):
+                run.history[name].append(float(value))
+            progress.report(dict(zip(HISTORY, record, strict=True)))
+            window = Window()
+            if schedule.early_stopping and looks:
+                without_gain = 0 if score > run.best + schedule.tol else without_gain + 1
+                keep_best(run, state, score)
+                if without_gain >= schedule.n_iter_no_change:
+                    run.stopped_early = True
+                    break
+    if run.best_parameters is not None:
+        restore_best(run, state)
+    return run
+
+
+def keep_best(run: Run, state: State, score: float) -> None:
+    """Remember the parameters that did best on the validation rows: one more K x D array, early stopping's price."""
+    if score > run.best:
+        run.best = score
+        weight, bias = state.parameters.weight, state.parameters.bias
+        if run.best_parameters is None:
+            run.best_parameters = (weight.clone(), bias.clone())
+        else:
+            run.best_parameters[0].copy_(weight)
+            run.best_parameters[1].copy_(bias)
+
+
+def restore_best(run: Run, state: State) -> None:
+    """Put the best parameters back; they are no longer needed apart."""
+    assert run.best_parameters is not None
+    state.parameters.weight.copy_(run.best_parameters[0])
+    state.parameters.bias.copy_(run.best_parameters[1])
+    run.best_parameters = None

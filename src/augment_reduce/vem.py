@@ -1,0 +1,150 @@
+"""START HERE: one step of Algorithms 1 and 2, on one screen.
+
+    rows -> class sampler -> sampled scores psi -> augmented bound (E | M) -> row optimiser
+
+A step costs O(B (|S| + 1) nnz): nothing in it grows with N, K or K x D. All randomness comes from `generator`.
+Training updates `State` in place (its arrays are large); the step returns it with what it learned on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import bounds
+from .kernels.reference import Parameters
+from .kernels.rows import Rows
+from .local import Clock, LocalState, LocalStep
+from .noise import Noise
+from .optim import Prior, RowOptimizer
+from .sampler import ClassSampler, Sampled
+from .scores import label_and_gap, push
+
+
+@dataclass
+class Problem:
+    """What stays fixed while training: the data and the four parts that multiply."""
+
+    X: Rows
+    active: np.ndarray  # (N,) which rows of X are trained on: not those held out, nor those of weight zero
+    n_rows: int  # N, what the minibatch stands for
+    labels: Tensor  # in 0..K-1, for every row of X, as are the weights of the rows
+    sample_weight: Tensor | None  # None: all ones
+    method: str  # "augment-reduce" | "one-vs-each" | "sampled-softmax" | "exact"
+    noise: Noise
+    sampler: ClassSampler
+    n_sampled: int
+    local: LocalStep | None
+    optimizer: RowOptimizer
+    prior: Prior | None
+    kernels: ModuleType
+
+
+@dataclass
+class State:
+    """What training changes: weights with their optimiser state, each row's q, and the clock."""
+
+    parameters: Parameters
+    local: LocalState
+    clock: Clock
+
+
+class StepInfo(NamedTuple):
+    """`bound` (B,): each row's estimated bound before this step's move; `floor_hits`: how often log eta was floored."""
+
+    bound: Tensor | None
+    floor_hits: int
+
+
+def step(
+    problem: Problem, state: State, rows: np.ndarray, *, generator: torch.Generator, want_bound: bool = True
+) -> tuple[State, StepInfo]:
+    """One minibatch: draw classes, score them, E step, M step."""
+    index = torch.from_numpy(rows)
+    labels = problem.labels[index]
+    sampled, gap = draw_and_score(problem, state, rows, labels, generator)
+
+    if problem.local is None:
+        bound, grad, floor_hits = *bound_without_local(problem, gap, sampled.log_weight, labels, want_bound), 0
+    elif problem.local.uses_updated:  # the paper: E step, then M step with the same classes
+        e_step(problem, state, index, gap, sampled, generator)
+        bound, grad, floor_hits = m_step(problem, state, index, gap, sampled, generator, want_bound)
+    else:  # ours: the M step holds the q that has not seen these classes
+        first_visits(problem, state, rows, index, labels, generator)
+        bound, grad, floor_hits = m_step(problem, state, index, gap, sampled, generator, want_bound)
+        e_step(problem, state, index, gap, sampled, generator)
+
+    per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
+    row_scale = torch.full_like(gap[:, 0], per_row)
+    if problem.sample_weight is not None:
+        row_scale *= problem.sample_weight[index]
+    push(
+        problem.kernels, problem.X, rows, labels, sampled, grad, row_scale, per_row,
+        state.parameters, problem.optimizer, state.clock.iteration, problem.prior,
+    )  # fmt: skip
+    return state, StepInfo(bound, floor_hits)
+
+
+def draw_and_score(
+    problem: Problem, state: State, rows: np.ndarray, labels: Tensor, generator: torch.Generator
+) -> tuple[Sampled, Tensor]:
+    """Sampled classes for these rows, and gap = psi_k - psi_y (B, S)."""
+    dtype = state.parameters.weight.dtype
+    sampled = problem.sampler.draw(labels, problem.n_sampled, generator=generator, dtype=dtype)
+    psi_y, gap = label_and_gap(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
+    if not torch.isfinite(psi_y).all() or torch.isnan(gap).any() or (gap == torch.inf).any():
+        raise FloatingPointError(
+            f"The scores stopped being finite in iteration {state.clock.iteration}: the weights have diverged. "
+            "Lower learning_rate, scale the features to about 1, or set a prior_variance."
+        )
+    return sampled, gap
+
+
+def first_visits(
+    problem: Problem, state: State, rows: np.ndarray, index: Tensor, labels: Tensor, generator: torch.Generator
+) -> None:
+    """Rows seen for the first time get their q from a second, independent draw of classes."""
+    local = problem.local
+    assert local is not None
+    new = local.unvisited(state.local, index)
+    if not new.any():
+        return
+    sampled, gap = draw_and_score(problem, state, rows[new.numpy()], labels[new], generator)
+    local.start(state.local, index[new], problem.noise, gap, sampled.log_weight)
+
+
+def e_step(
+    problem: Problem, state: State, index: Tensor, gap: Tensor, sampled: Sampled, generator: torch.Generator
+) -> None:
+    """Local step: move q(eps_n) of these rows towards its optimum, weights held."""
+    assert problem.local is not None
+    problem.local.update(state.local, index, problem.noise, gap, sampled.log_weight, state.clock, generator)
+
+
+def m_step(
+    problem: Problem, state: State, index: Tensor, gap: Tensor, sampled: Sampled, generator: torch.Generator,
+    want_bound: bool,
+) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+    """Bound and its gradient by the gaps, q held."""
+    assert problem.local is not None
+    return problem.local.bound_and_grad(
+        state.local, index, problem.noise, gap, sampled, generator, want_bound=want_bound
+    )
+
+
+def bound_without_local(
+    problem: Problem, gap: Tensor, log_weight: Tensor, labels: Tensor, want_bound: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The methods that keep nothing per row: one-vs-each, sampled softmax, exact."""
+    if problem.method == "one-vs-each":
+        return (bounds.one_vs_each(gap, log_weight) if want_bound else None), bounds.one_vs_each_grad(gap, log_weight)
+    if problem.method == "sampled-softmax":
+        return bounds.sampled_softmax(gap, log_weight), bounds.sampled_softmax_grad(gap, log_weight)
+    if problem.noise.name == "softmax":
+        return bounds.exact_softmax(gap), bounds.exact_softmax_grad(gap)
+    return bounds.exact_noise(problem.noise, gap, labels)

@@ -1,0 +1,18 @@
+"""What every test file shares: seeded generators, and where the real data are when they are there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Two workers on two cores: a thread each."""
+    torch.set_num_threads(1)
