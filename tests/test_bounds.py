@@ -98,7 +98,10 @@ OBJECTIVES = {
         lambda gap, lw, k: bounds.softmax_bound(gap, lw, torch.full_like(gap[:, 0], 0.7)),
         lambda gap, lw, k: bounds.softmax_bound_grad(gap, lw, torch.full_like(gap[:, 0], 0.7)),
     ),
-    "one-vs-each": (lambda gap, lw, k: bounds.one_vs_each(gap, lw), lambda gap, lw, k: bounds.one_vs_each_grad(gap, lw)),
+    "one-vs-each": (
+        lambda gap, lw, k: bounds.one_vs_each(gap, lw),
+        lambda gap, lw, k: bounds.one_vs_each_grad(gap, lw),
+    ),
     **{
         type(noise).__name__: (
             lambda gap, lw, k, noise=noise: bounds.noise_bound(noise, gap, lw, random_q(len(gap), 7)),

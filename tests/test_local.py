@@ -75,7 +75,9 @@ def brute_force(noise, gap):
     """The best Gaussian by a general optimiser on the bound itself, 60 nodes."""
     mu = gap.amax(1).clamp(min=0.0).requires_grad_()
     log_precision = torch.zeros(len(gap), dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([mu, log_precision], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
+    optimiser = torch.optim.LBFGS(
+        [mu, log_precision], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-10
+    )
 
     def loss():
         optimiser.zero_grad()

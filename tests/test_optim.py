@@ -118,7 +118,9 @@ def test_prior_step_is_the_proximal_one():
 def test_prior_of_the_authors_code_acts_where_the_data_do():
     prior = Prior(0.5, torch.ones(2), 1.0, touched_only=True)
     w = torch.tensor([1.0, 1.0], dtype=torch.float64)
-    SectionFour().apply(w, torch.tensor([2.0, 0.0]).double(), torch.zeros(2).double(), SectionFour().init_state(w), 1, prior)
+    SectionFour().apply(
+        w, torch.tensor([2.0, 0.0]).double(), torch.zeros(2).double(), SectionFour().init_state(w), 1, prior
+    )
     assert w[1] == 1.0
     assert w[0].item() == pytest.approx(1.0, abs=1e-15)  # 2 - 1 / 0.5 = 0: the prior cancels the gradient
 

@@ -84,9 +84,9 @@ def assert_same(actual, recorded):
 def test_every_iteration_equals_the_authors_code(name, kernels, sparse):
     record, problem, state = replay(name, kernels, sparse)
     for t in range(1, 21):
-        state.clock = Clock(t, int(record["epoch"][0, t - 1]))
+        clock = Clock(t, int(record["epoch"][0, t - 1]))
         rows = record["batch"][t - 1].astype(np.int64) - 1
-        state, info = step(problem, state, rows, generator=torch.Generator(), want_bound=name != "probit_ar")
+        state, _ = step(problem, state, rows, clock, generator=torch.Generator(), want_bound=name != "probit_ar")
         if name == "softmax_ar":
             assert_same(state.local["log_eta"].exp() - 1.0, record["eta"][t - 1])
         if name == "probit_ar":

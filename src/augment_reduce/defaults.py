@@ -93,7 +93,9 @@ def default_learning_rate(name: str) -> float | None:
     return {"adagrad": 0.3, "rowwise-adagrad": 0.3}.get(name)
 
 
-def resolve_optimizer(optimizer: str | RowOptimizer | None, learning_rate: float | None, preset: str | None) -> RowOptimizer:
+def resolve_optimizer(
+    optimizer: str | RowOptimizer | None, learning_rate: float | None, preset: str | None
+) -> RowOptimizer:
     if isinstance(optimizer, RowOptimizer):
         return optimizer
     if preset is not None and optimizer is None:
@@ -107,12 +109,14 @@ def resolve_optimizer(optimizer: str | RowOptimizer | None, learning_rate: float
             f"Expected optimizer to be one of {', '.join(map(repr, OPTIMIZERS))} or a RowOptimizer object, "
             f"found {optimizer!r}."
         )
-    rate = learning_rate if learning_rate is not None else default_learning_rate(name)
+    chosen = learning_rate if learning_rate is not None else default_learning_rate(name)
     cls = OPTIMIZERS[name]
-    return cls() if rate is None else cls(learning_rate=rate)  # type: ignore[call-arg]
+    return cls() if chosen is None else cls(learning_rate=chosen)  # type: ignore[call-arg]
 
 
-def resolve_local(local_step: str | LocalStep | None, noise: Noise, method: str, preset: str | None) -> LocalStep | None:
+def resolve_local(
+    local_step: str | LocalStep | None, noise: Noise, method: str, preset: str | None
+) -> LocalStep | None:
     """The E step of a model: natural gradient for softmax, stochastic Newton for the others; or the paper's."""
     if method != "augment-reduce":
         if local_step is not None:
@@ -207,7 +211,9 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     matrix = shape.n_classes * shape.n_features * item
     per_step = settings.batch_size * (settings.n_sampled_classes + 1) * (item + 8) * 4
     sizes = {"weights": matrix}
-    sizes["optimiser state"] = shape.n_classes * item if settings.optimizer.rowwise else settings.optimizer.n_states * matrix
+    sizes["optimiser state"] = (
+        shape.n_classes * item if settings.optimizer.rowwise else settings.optimizer.n_states * matrix
+    )
     if early_stopping:
         sizes["best weights so far"] = matrix
     sizes["per-row state"] = shape.n_rows * (3 * item if settings.local else 0)
@@ -239,8 +245,9 @@ def check_memory(settings: Settings, shape: Shape, early_stopping: bool) -> int:
         raise MemoryError(
             f"This fit needs about {total / 1e9:.2f} GB ({parts}) for {shape.n_classes:,} classes x "
             f"{shape.n_features:,} features in {str(settings.dtype).removeprefix('torch.')}, but "
-            f"{available / 1e9:.2f} GB are available. Use dtype='float32', optimizer='rowwise-adagrad' (one number a class "
-            "instead of a second matrix), early_stopping=False, fewer features (hashing, feature selection), or drop rare classes."
+            f"{available / 1e9:.2f} GB are available. Use dtype='float32', optimizer='rowwise-adagrad' (one number a "
+            "class instead of a second matrix), early_stopping=False, fewer features (hashing, feature selection), or "
+            "drop rare classes."
         )
     return total
 
@@ -264,7 +271,9 @@ def check_parameters(parameters: dict[str, object], noise: Noise) -> None:
     for name in ("prior_variance", "learning_rate", "max_epochs"):
         value = parameters[name]
         if value is not None and not (_is_number(value) and 0.0 < float(value) < math.inf):  # type: ignore[arg-type]
-            hint = " (a small variance pulls the weights to zero; None is maximum likelihood)" if "prior" in name else ""
+            hint = (
+                " (a small variance pulls the weights to zero; None is maximum likelihood)" if "prior" in name else ""
+            )
             raise ValueError(f"Expected {name} to be a positive number or None, found {value!r}{hint}.")
     if parameters["max_iter"] is not None and parameters["max_epochs"] is not None:
         raise ValueError("Both max_iter and max_epochs are set; they say the same thing twice. Set one of them.")
@@ -284,5 +293,3 @@ def _is_number(value: object) -> bool:
 
 def _is_integer(value: object) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__")
-
-

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,19 +16,18 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from . import fitting, predict, saving
-from .defaults import Shape, check_memory, check_parameters, resolve
-from .fitting import Fitted, threads
+from .defaults import Settings, Shape, check_memory, check_parameters, resolve
+from .fitting import threads
 from .kernels.rows import as_rows
 from .local import LocalStep
 from .noise import Noise, resolve_noise
 from .optim import RowOptimizer
-from .quadrature import log_likelihood_importance
 from .sampler import ClassSampler
 from .scores import kernels_for
 
 
 class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
-    """Softmax, multinomial probit or multinomial logistic, fitted at a cost that does not grow with the number of classes.
+    """Softmax, multinomial probit or logistic, fitted at a cost that does not grow with the number of classes.
 
     Maximises sum_n L_n - ||w||^2 / (2 prior_variance), where L_n is a lower bound on log p(y_n | x_n) estimated from
     a few sampled classes (Ruiz, Titsias, Dieng, Blei 2018). Linear scores: psi_nk = w_k . x_n + b_k.
@@ -140,41 +141,64 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AugmentReduceClassifier:
         """Fit to rows X (dense or sparse) and their labels y (numbers or text)."""
-        noise = self._checked_noise()
-        go_on = self.warm_start and hasattr(self, "_fitted")
-        X, y, weight = self._checked_rows(X, y, sample_weight, reset=not go_on)
-        if go_on:
-            codes = self._encode(y)
-        else:
-            self.classes_, codes = np.unique(y, return_inverse=True)
-            self._check_classes()
-        rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
-        return self._train(noise, rows, anew=not go_on, persistent=True)
+        with self._unchanged_if_refused():
+            noise = self._checked_noise()
+            go_on = self.warm_start and hasattr(self, "_fitted")
+            X, y, weight = self._checked_rows(X, y, sample_weight, reset=not go_on)
+            if go_on:
+                codes = self._encode(y)
+            else:
+                self.classes_, codes = np.unique(y, return_inverse=True)
+                self._check_classes()
+            rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
+            settings, options = self._prepare(noise, rows, anew=not go_on)
+        return self._train(settings, rows, options, persistent=True)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> AugmentReduceClassifier:
-        """One pass over these rows, which are not expected again; `classes` are all there will be, at the first call."""
-        noise = self._checked_noise()
-        first = not hasattr(self, "_fitted")
-        if first and classes is None:
-            raise ValueError("The first call of partial_fit needs classes: all labels that any later call may bring.")
-        if self.class_weight == "balanced":
-            raise ValueError("class_weight='balanced' needs all rows at once; pass weights as a dict to partial_fit.")
-        X, y, weight = self._checked_rows(X, y, sample_weight, reset=first)
-        if first:
-            self.classes_ = np.unique(np.asarray(classes))
-            self._check_classes()
-        elif classes is not None and not np.array_equal(np.unique(np.asarray(classes)), self.classes_):
-            raise ValueError("classes differ from those of the first call of partial_fit; leave them out, or start anew.")
-        codes = self._encode(y)
-        rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
-        return self._train(noise, rows, anew=first, persistent=False)
+        """One pass over these rows, which are not expected again; the first call names all `classes` there will be."""
+        with self._unchanged_if_refused():
+            noise = self._checked_noise()
+            first = not hasattr(self, "_fitted")
+            if first and classes is None:
+                raise ValueError(
+                    "The first call of partial_fit needs classes: all labels that any later call may bring."
+                )
+            if self.class_weight == "balanced":
+                raise ValueError(
+                    "class_weight='balanced' needs all rows at once; pass weights as a dict to partial_fit."
+                )
+            X, y, weight = self._checked_rows(X, y, sample_weight, reset=first)
+            if first:
+                self.classes_ = np.unique(np.asarray(classes))
+                self._check_classes()
+            elif classes is not None and not np.array_equal(np.unique(np.asarray(classes)), self.classes_):
+                raise ValueError(
+                    "classes differ from those of the first call of partial_fit; leave them out, or start anew."
+                )
+            codes = self._encode(y)
+            rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
+            settings, options = self._prepare(noise, rows, anew=first)
+        return self._train(settings, rows, options, persistent=False)
+
+    @contextlib.contextmanager
+    def _unchanged_if_refused(self) -> Iterator[None]:
+        """Input that is refused leaves the estimator, and the model it may hold, as they were."""
+        before = dict(vars(self))
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
 
     def _checked_noise(self) -> Noise:
         noise = resolve_noise(self.model)
         check_parameters(self.get_params(deep=False), noise)
         return noise
 
-    def _checked_rows(self, X: Any, y: Any, sample_weight: Any, reset: bool) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    def _checked_rows(
+        self, X: Any, y: Any, sample_weight: Any, reset: bool
+    ) -> tuple[Any, np.ndarray, np.ndarray | None]:
         X, y = validate_data(
             self, X, y, reset=reset, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True
         )
@@ -189,7 +213,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def _check_classes(self) -> None:
         if len(self.classes_) < 2:
             raise ValueError(
-                f"Expected at least two classes, found only one class: {self.classes_[0]!r}. There is nothing to tell apart."
+                f"Expected at least two classes, found only one class: {self.classes_[0]!r}. "
+                "There is nothing to tell apart."
             )
 
     def _encode(self, y: np.ndarray) -> np.ndarray:
@@ -200,8 +225,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         if len(unseen):
             row = unseen[0]
             raise ValueError(
-                f"Expected labels among the {len(self.classes_):,} classes seen in training, but {len(unseen)} of {len(y)} rows "
-                f"have others; first at row {row}: y={y[row]!r}. Drop those rows, or fit with them."
+                f"Expected labels among the {len(self.classes_):,} classes seen in training, but {len(unseen)} of "
+                f"{len(y)} rows have others; first at row {row}: y={y[row]!r}. Drop those rows, or fit with them."
             )
         return codes
 
@@ -217,12 +242,10 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         weights = of_class[codes]
         return weights if sample_weight is None else weights * sample_weight
 
-    def _train(
-        self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, persistent: bool
-    ) -> AugmentReduceClassifier:
-        """Resolve all settings, start or go on, and publish what was learned, also after an interruption."""
+    def _prepare(self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool) -> tuple[Settings, dict[str, Any]]:
+        """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
-        shape = Shape(rows.X.n_rows, rows.X.n_features, len(self.classes_), rows.n_nonzero)
+        shape = Shape(len(rows.active()), rows.X.n_features, len(self.classes_), rows.n_nonzero)
         settings = resolve(options, noise, shape, rows.torch_dtype)
         if anew:
             bytes_needed = check_memory(settings, shape, self.early_stopping)
@@ -230,6 +253,13 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed)
         else:
             self.densify()
+            fitting.check_can_go_on(self._fitted, settings)
+        return settings, options
+
+    def _train(
+        self, settings: Settings, rows: fitting.TrainingRows, options: dict[str, Any], *, persistent: bool
+    ) -> AugmentReduceClassifier:
+        """Train and publish what was learned, also after an interruption."""
         try:
             fitting.run(self._fitted, settings, rows, options, persistent=persistent)
         finally:
@@ -251,7 +281,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
 
     def _scores_of(self, X: Any) -> tuple[predict.ScoresOf, int]:
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True)
+        X = validate_data(
+            self, X, reset=False, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True
+        )
         if self._fitted.sparse_weight is not None:
             return self._sparse_scores_of(X), X.shape[0]
         rows, kernels, parameters = as_rows(X), kernels_for("cpu"), self._fitted.parameters
@@ -264,6 +296,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         return scores_of, X.shape[0]
 
     def _sparse_scores_of(self, X: Any) -> predict.ScoresOf:
+        assert self._fitted.sparse_weight is not None
         weight, bias = self._fitted.sparse_weight.T.tocsr(), self._fitted.parameters.bias.numpy()
 
         def scores_of(start: int, stop: int) -> torch.Tensor:
@@ -320,20 +353,16 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         noise = resolve_noise(self.model)
         with threads(self.n_jobs):
             if integral == "importance" and noise.name != "softmax":
-                generator = torch.Generator().manual_seed(self._fitted.seed)
-                blocks = predict.row_blocks(n_rows, len(self.classes_))
-                values = torch.cat(
-                    [
-                        log_likelihood_importance(noise, scores_of(a, b), codes[a:b], n_samples=n_samples, generator=generator)
-                        for a, b in blocks
-                    ]
-                ).numpy()
+                values = predict.log_likelihood_importance(
+                    noise, scores_of, codes, len(self.classes_), n_samples=n_samples,
+                    generator=torch.Generator().manual_seed(self._fitted.seed),
+                )  # fmt: skip
             else:
-                values = predict.log_likelihood(noise, scores_of, codes, len(self.classes_)).numpy()
-        return float(np.average(values, weights=sample_weight))
+                values = predict.log_likelihood(noise, scores_of, codes, len(self.classes_))
+        return float(np.average(values.numpy(), weights=sample_weight))
 
     def sparsify(self) -> AugmentReduceClassifier:
-        """Keep the weights as a CSR matrix: those never touched are exactly zero. For prediction; `densify` undoes it."""
+        """Keep the weights as a CSR matrix: those never touched are zero. For prediction; `densify` undoes it."""
         check_is_fitted(self)
         if self._fitted.sparse_weight is None:
             weight = self._fitted.parameters.weight
@@ -360,7 +389,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **objects: Any) -> AugmentReduceClassifier:
-        """Read a model saved by `save`. Parameters that were objects of your own (a noise, a sampler) are given again here."""
+        """Read a model saved by `save`. Objects of your own among the parameters (a noise) are given again here."""
         return saving.load(cls, path, objects)
 
 

@@ -1,8 +1,8 @@
 """Model files: one safetensors file, its description as JSON in the header; no pickle, written whole or not at all.
 
-The header holds `format`, `version`, `description` (JSON: parameters, clock, names of things) and `sha256`, which covers
-the description and the bytes of every tensor. A file that was cut off, edited or written by another format version
-is refused with a sentence that says so.
+The header holds `format`, `version`, `description` (JSON: parameters, clock, names of things) and `sha256`, which
+covers the description and the bytes of every tensor. A file that was cut off, edited or written by another format
+version is refused with a sentence that says so.
 """
 
 from __future__ import annotations
@@ -77,10 +77,13 @@ def load_model(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, ValueError, OSError) as error:
         raise ModelFileError(
-            f"{path} is not a whole model file: {error}. It may have been cut off or be of another kind; save the model again."
+            f"{path} is not a whole model file: {error}. It may have been cut off or be of another kind; "
+            "save the model again."
         ) from error
     if header.get("format") != FORMAT:
-        raise ModelFileError(f"{path} is a safetensors file but not one of augment-reduce; expected one written by save().")
+        raise ModelFileError(
+            f"{path} is a safetensors file but not one of augment-reduce; expected one written by save()."
+        )
     if header.get("version") != str(FORMAT_VERSION):
         raise ModelFileError(
             f"{path} has format version {header.get('version')!r}; this release reads version {FORMAT_VERSION}. "
@@ -115,7 +118,8 @@ def pack_names(prefix: str, names: np.ndarray) -> dict[str, Tensor]:
     strings = [name for name in names.tolist() if isinstance(name, str)]
     if len(strings) != len(names):
         raise ValueError(
-            f"Names of type {type(names.tolist()[0]).__name__} cannot be saved; convert the labels to text or numbers before fit."
+            f"Names of type {type(names.tolist()[0]).__name__} cannot be saved; make the labels text or numbers "
+            "before fit."
         )
     encoded = [name.encode("utf-8", "surrogatepass") for name in strings]
     ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from . import bounds, predict
+from . import bounds, predict, quadrature
 from .defaults import Settings
 from .kernels.reference import Parameters
 from .kernels.rows import Rows, SparseRows
@@ -54,7 +54,9 @@ class TrainingRows:
             return np.arange(self.X.n_rows)
         active = np.flatnonzero(self.weight > 0)
         if not len(active):
-            raise ValueError("All sample weights are zero: there is nothing to fit. Pass positive weights for some rows.")
+            raise ValueError(
+                "All sample weights are zero: there is nothing to fit. Pass positive weights for some rows."
+            )
         return active
 
 
@@ -91,6 +93,17 @@ def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_
     )
 
 
+def check_can_go_on(fitted: Fitted, settings: Settings) -> None:
+    """A fit that goes on needs the optimiser state it had."""
+    expected = [tuple(s.shape) for s in settings.optimizer.init_state(fitted.parameters.bias.new_empty(0, 1))]
+    found = fitted.parameters.weight_state
+    if len(expected) != len(found) or any(len(e) != s.ndim for e, s in zip(expected, found, strict=True)):
+        raise ValueError(
+            f"optimizer={settings.optimizer.name!r} keeps another kind of state than the one this model was trained "
+            "with, so it cannot go on. Use the same optimizer, or fit anew with warm_start=False."
+        )
+
+
 @contextlib.contextmanager
 def threads(n_jobs: int | None) -> Iterator[None]:
     """`n_jobs` threads for torch and Numba inside, the caller's own numbers again outside. None: leave as is."""
@@ -99,7 +112,7 @@ def threads(n_jobs: int | None) -> Iterator[None]:
         return
     import numba
 
-    most = numba.config.NUMBA_NUM_THREADS
+    most = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     wanted = max(1, most + 1 + n_jobs if n_jobs < 0 else n_jobs)
     before_torch, before_numba = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(wanted)
@@ -111,9 +124,7 @@ def threads(n_jobs: int | None) -> Iterator[None]:
         numba.set_num_threads(before_numba)
 
 
-def run(
-    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool
-) -> None:
+def run(fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool) -> None:
     """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
     active = rows.active()
     held_out = np.empty(0, dtype=np.int64)
@@ -215,7 +226,7 @@ def validation_look(problem: Problem, state: State, rows: TrainingRows, held_out
             problem.X, looked_at[begin:end], all_classes, parameters.weight, parameters.bias
         )
 
-    return lambda: float(np.average(predict.log_likelihood(problem.noise, scores_of, codes).numpy(), weights=weight))
+    return lambda: float(np.average(predict.log_likelihood(problem.noise, scores_of, codes, K).numpy(), weights=weight))
 
 
 def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callable[[], float] | None:
@@ -237,9 +248,9 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callab
             bound = bounds.one_vs_each(gap, gap.new_zeros(()))
             visited = torch.ones(len(rows), dtype=torch.bool)
         else:
-            bound = problem.local.full_bound(state.local, index, problem.noise, gap).to(torch.float64)
+            bound = problem.local.full_bound(state.local, index, problem.noise, gap)
             visited = ~problem.local.unvisited(state.local, index)
-        log_p = predict.log_likelihood(problem.noise, lambda a, b: gap.scatter(1, labels[:, None], 0.0)[a:b], labels)
+        log_p = quadrature.log_likelihood(problem.noise, gap.scatter(1, labels[:, None], 0.0), labels)
         return float((log_p - bound)[visited].mean()) if visited.any() else math.nan
 
     return look

@@ -135,7 +135,7 @@ class NaturalGradient(LocalStep):
         return bound, bounds.softmax_bound_grad(gap, sampled.log_weight, log_eta), floor_hits
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
-        return bounds.softmax_bound(gap, gap.new_zeros(()), state["log_eta"][rows])
+        return bounds.softmax_bound(gap, gap.new_zeros(()), state["log_eta"][rows].to(gap.dtype))
 
     def floored(self, log_eta: Tensor, gap: Tensor, sampled: Sampled) -> tuple[Tensor, int]:
         """log eta kept above log(1 + sum over the distinct sampled classes of e^gap) - 1, and how often that acted.
@@ -216,7 +216,7 @@ class Reparameterised(LocalStep):
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
         family = noise.variational_family()
-        mu, sigma = state["mu"][rows], F.softplus(state["gamma"][rows])
+        mu, sigma = state["mu"][rows].to(gap.dtype), F.softplus(state["gamma"][rows].to(gap.dtype))
         u, weight = family_nodes(family, mu.dtype)
         q = Nodes(mu[:, None] + sigma[:, None] * u, weight, family.entropy + torch.log(sigma))
         return bounds.noise_bound(noise, gap, gap.new_zeros(()), q)
@@ -266,7 +266,7 @@ class Newton(LocalStep):
         return gaussian_nodes(state["mu"][rows], state["precision"][rows], self.n_nodes)
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
-        q = gaussian_nodes(state["mu"][rows], state["precision"][rows], n_nodes=40)
+        q = gaussian_nodes(state["mu"][rows].to(gap.dtype), state["precision"][rows].to(gap.dtype), n_nodes=40)
         return bounds.noise_bound(noise, gap, gap.new_zeros(()), q)
 
 

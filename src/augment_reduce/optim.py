@@ -195,7 +195,7 @@ class RowwiseAdagrad(RowOptimizer):
 class Adam(RowOptimizer):
     """Kingma and Ba 2015, with moments that move only where a step touches (as torch's SparseAdam):
 
-        m <- b1 m + (1-b1) g,  v <- b2 v + (1-b2) g^2,  w <- w + rate mhat / (sqrt(vhat) + eps)
+    m <- b1 m + (1-b1) g,  v <- b2 v + (1-b2) g^2,  w <- w + rate mhat / (sqrt(vhat) + eps)
     """
 
     kind = ADAM
@@ -218,6 +218,4 @@ class Adam(RowOptimizer):
         return rate / (v.sqrt() + eps), m
 
 
-OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    cls.name: cls for cls in (SectionFour, Adagrad, RowwiseAdagrad, Adam)
-}
+OPTIMIZERS: dict[str, type[RowOptimizer]] = {cls.name: cls for cls in (SectionFour, Adagrad, RowwiseAdagrad, Adam)}

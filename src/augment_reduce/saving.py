@@ -72,7 +72,9 @@ def decode(name: str, value: Any, objects: dict[str, Any]) -> Any:
 
 def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> None:
     fitted: Fitted = estimator._fitted
-    weight = fitted.parameters.weight if fitted.sparse_weight is None else torch.from_numpy(fitted.sparse_weight.toarray())
+    weight = (
+        fitted.parameters.weight if fitted.sparse_weight is None else torch.from_numpy(fitted.sparse_weight.toarray())
+    )
     tensors = {
         "weight": weight,
         "bias": fitted.parameters.bias,
@@ -123,9 +125,7 @@ def _fitted(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Fi
     def numbered(prefix: str) -> list[torch.Tensor]:
         return [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]
 
-    parameters = Parameters(
-        tensors["weight"], tensors["bias"], numbered("weight_state."), numbered("bias_state.")
-    )
+    parameters = Parameters(tensors["weight"], tensors["bias"], numbered("weight_state."), numbered("bias_state."))
     fitted = Fitted(
         parameters,
         seed=int(description["seed"]),

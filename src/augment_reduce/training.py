@@ -7,9 +7,12 @@ say, is bit for bit training that never stopped, and no generator state needs ke
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +20,7 @@ import torch
 
 from .local import Clock
 from .progress import TrainingProgress
-from .vem import Problem, State, step
+from .vem import Problem, State, StepInfo, step
 
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
 _MASK = (1 << 64) - 1
@@ -70,6 +73,12 @@ class Window:
     rows: int = 0
     floor_hits: int = 0
 
+    def add(self, info: StepInfo, n_rows: int) -> None:
+        if info.bound is not None:
+            self.bound += float(info.bound.sum())
+            self.rows += n_rows
+        self.floor_hits += info.floor_hits
+
     def mean_bound(self) -> float:
         return self.bound / self.rows if self.rows else math.nan
 
@@ -82,6 +91,44 @@ class Run:
     stopped_early: bool = False
     best: float = -math.inf
     best_parameters: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def record(self, progress: TrainingProgress, values: tuple[float, ...]) -> None:
+        """Append one value to every column of the history, and show them."""
+        for name, value in zip(HISTORY, values, strict=True):
+            self.history[name].append(float(value))
+        progress.report(dict(zip(HISTORY, values, strict=True)))
+
+
+@contextlib.contextmanager
+def interrupt_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits for the step under way: inside, SIGINT is only noted; the function given raises it.
+
+    So an interrupted fit has whole steps only and can go on exactly. A second Ctrl-C acts at once. Where this is not
+    the main thread, or the program has its own handler, nothing changes.
+    """
+    usual = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not usual:
+        yield lambda: None
+        return
+    pressed = False
+
+    def note(signum: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def train(
@@ -98,37 +145,34 @@ def train(
     order_of, order = -1, np.empty(0, dtype=np.int64)
     window, without_gain = Window(), 0
 
-    for t in range(first, last + 1):
-        started = time.perf_counter()
-        epoch, slot = (t - 1 - schedule.origin) // per_epoch + 1, (t - 1 - schedule.origin) % per_epoch
-        if epoch != order_of:
-            order_of, order = epoch, problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows)]
-        rows = order[slot * B : (slot + 1) * B]
-        state.clock = Clock(t, epoch)
-        generator.manual_seed(mix(schedule.seed, 2, t))
-        state, info = step(problem, state, rows, generator=generator)
-        if info.bound is not None:
-            window.bound += float(info.bound.sum())
-            window.rows += len(rows)
-        window.floor_hits += info.floor_hits
-        elapsed += time.perf_counter() - started
-        progress.advance()
+    with interrupt_between_steps() as check_interrupt:
+        for t in range(first, last + 1):
+            started = time.perf_counter()
+            epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)
+            if epoch != order_of:
+                order_of = epoch
+                order = problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows)]
+            rows = order[slot * B : (slot + 1) * B]
+            generator.manual_seed(mix(schedule.seed, 2, t))
+            state, info = step(problem, state, rows, Clock(t, epoch + 1), generator=generator)
+            window.add(info, len(rows))
+            elapsed += time.perf_counter() - started
+            progress.advance()
 
-        looks = t % schedule.evaluate_every == 0 or t == last
-        if looks or t % schedule.record_every == 0:
-            score = evaluators.validation() if looks and evaluators.validation else math.nan
-            gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
-            record = (t, (t - schedule.origin) / per_epoch, elapsed, window.mean_bound(), score, gap, window.floor_hits)
-            for name, value in zip(HISTORY, record, strict=True):
-                run.history[name].append(float(value))
-            progress.report(dict(zip(HISTORY, record, strict=True)))
-            window = Window()
-            if schedule.early_stopping and looks:
-                without_gain = 0 if score > run.best + schedule.tol else without_gain + 1
-                keep_best(run, state, score)
-                if without_gain >= schedule.n_iter_no_change:
-                    run.stopped_early = True
-                    break
+            looks = t % schedule.evaluate_every == 0 or t == last
+            if looks or t % schedule.record_every == 0:
+                score = evaluators.validation() if looks and evaluators.validation else math.nan
+                gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
+                epochs = (t - schedule.origin) / per_epoch
+                run.record(progress, (t, epochs, elapsed, window.mean_bound(), score, gap, window.floor_hits))
+                window = Window()
+                if schedule.early_stopping and looks:
+                    without_gain = 0 if score > run.best + schedule.tol else without_gain + 1
+                    keep_best(run, state, score)
+                    if without_gain >= schedule.n_iter_no_change:
+                        run.stopped_early = True
+                        break
+            check_interrupt()
     if run.best_parameters is not None:
         restore_best(run, state)
     return run

@@ -62,9 +62,15 @@ class StepInfo(NamedTuple):
 
 
 def step(
-    problem: Problem, state: State, rows: np.ndarray, *, generator: torch.Generator, want_bound: bool = True
+    problem: Problem,
+    state: State,
+    rows: np.ndarray,
+    clock: Clock,
+    *,
+    generator: torch.Generator,
+    want_bound: bool = True,
 ) -> tuple[State, StepInfo]:
-    """One minibatch: draw classes, score them, E step, M step."""
+    """One minibatch: draw classes, score them, E step, M step. `clock` says which iteration this is."""
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     sampled, gap = draw_and_score(problem, state, rows, labels, generator)
@@ -72,12 +78,12 @@ def step(
     if problem.local is None:
         bound, grad, floor_hits = *bound_without_local(problem, gap, sampled.log_weight, labels, want_bound), 0
     elif problem.local.uses_updated:  # the paper: E step, then M step with the same classes
-        e_step(problem, state, index, gap, sampled, generator)
+        e_step(problem, state, index, gap, sampled, clock, generator)
         bound, grad, floor_hits = m_step(problem, state, index, gap, sampled, generator, want_bound)
     else:  # ours: the M step holds the q that has not seen these classes
         first_visits(problem, state, rows, index, labels, generator)
         bound, grad, floor_hits = m_step(problem, state, index, gap, sampled, generator, want_bound)
-        e_step(problem, state, index, gap, sampled, generator)
+        e_step(problem, state, index, gap, sampled, clock, generator)
 
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
     row_scale = torch.full_like(gap[:, 0], per_row)
@@ -85,8 +91,9 @@ def step(
         row_scale *= problem.sample_weight[index]
     push(
         problem.kernels, problem.X, rows, labels, sampled, grad, row_scale, per_row,
-        state.parameters, problem.optimizer, state.clock.iteration, problem.prior,
+        state.parameters, problem.optimizer, clock.iteration, problem.prior,
     )  # fmt: skip
+    state.clock = clock  # last: a step that failed has not happened
     return state, StepInfo(bound, floor_hits)
 
 
@@ -99,7 +106,7 @@ def draw_and_score(
     psi_y, gap = label_and_gap(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
     if not torch.isfinite(psi_y).all() or torch.isnan(gap).any() or (gap == torch.inf).any():
         raise FloatingPointError(
-            f"The scores stopped being finite in iteration {state.clock.iteration}: the weights have diverged. "
+            f"The scores stopped being finite after iteration {state.clock.iteration}: the weights have diverged. "
             "Lower learning_rate, scale the features to about 1, or set a prior_variance."
         )
     return sampled, gap
@@ -119,11 +126,17 @@ def first_visits(
 
 
 def e_step(
-    problem: Problem, state: State, index: Tensor, gap: Tensor, sampled: Sampled, generator: torch.Generator
+    problem: Problem,
+    state: State,
+    index: Tensor,
+    gap: Tensor,
+    sampled: Sampled,
+    clock: Clock,
+    generator: torch.Generator,
 ) -> None:
     """Local step: move q(eps_n) of these rows towards its optimum, weights held."""
     assert problem.local is not None
-    problem.local.update(state.local, index, problem.noise, gap, sampled.log_weight, state.clock, generator)
+    problem.local.update(state.local, index, problem.noise, gap, sampled.log_weight, clock, generator)
 
 
 def m_step(

@@ -91,14 +91,30 @@ def _checked_labels(
         return None, None
     if y.ndim not in (1, 2) or len(y) != n_rows:
         raise DataFileError(
-            path, where="array 'y'", expected=f"{n_rows:,} labels, one a row of X", found=f"shape {y.shape}"
+            path,
+            where="array 'y'",
+            expected=f"{n_rows:,} labels, one a row of X",
+            found=f"shape {y.shape}",
+            advice="Save X and y of the same rows.",
         )
     if y.dtype.kind == "f" and not np.isfinite(y).all():
-        raise DataFileError(path, where="array 'y'", expected="a label on every row", found="NaN or infinity")
+        raise DataFileError(
+            path,
+            where="array 'y'",
+            expected="a label on every row",
+            found="NaN or infinity",
+            advice="Leave out rows whose label is missing.",
+        )
     if y.ndim == 1:
-        return (np.char.decode(y, "utf-8") if y.dtype.kind == "S" else y), None
+        return (np.strings.decode(y, "utf-8") if y.dtype.kind == "S" else y), None
     if y.dtype.kind not in "fiub" or not np.isin(y, (0, 1)).all():
-        raise DataFileError(path, where="array 'y'", expected="zeros and ones in a 2-dimensional y", found="others")
+        raise DataFileError(
+            path,
+            where="array 'y'",
+            expected="zeros and ones in a 2-dimensional y",
+            found="other values",
+            advice="Mark the labels of every row by ones, or give one label a row (1 dimension).",
+        )
     return None, sparse.csr_matrix(y.astype(bool))
 
 

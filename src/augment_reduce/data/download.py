@@ -106,8 +106,8 @@ def not_found(dataset: str, role: str, path: PathLike | None, failures: str) -> 
     name = home.files[role].names[0]
     places = ", ".join(str(root) for root in search_roots(path))
     parts = [
-        f"Expected the file {name} of the dataset {dataset!r}, but found it in none of {places} "
-        f"(nor in a folder {home.folders[0]}/ there).",
+        f"Expected the file {name} of the dataset {dataset!r}, but did not find it: looked in the folder "
+        f"{home.folders[0]}/ below each of {places}.",
         f"Downloading failed: {failures}." if failures else "",
         f"Get it from {home.page}.",
         home.advice,

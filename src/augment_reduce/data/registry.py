@@ -153,14 +153,16 @@ HOMES: dict[str, Home] = {
         files={"train": _xml("train", "eurlex_", "Eurlex_"), "test": _xml("test", "eurlex_", "Eurlex_")},
         page=XML_REPOSITORY,
         terms="see its page",
-        advice="On that page take the bag-of-words download of EURLex-4K (5,000 features) and unpack it.",
+        advice="On that page take the bag-of-words download of EURLex-4K (5,000 features), unpack it, and take "
+        "both its training and its test file.",
     ),
     "amazoncat-13k": Home(
         folders=("amazoncat-13k", "amazoncat_13k", "AmazonCat", "amazoncat"),
         files={"train": _xml("train", "amazonCat_", "amazoncat_"), "test": _xml("test", "amazonCat_", "amazoncat_")},
         page=XML_REPOSITORY,
         terms="see its page",
-        advice="On that page take the bag-of-words download of AmazonCat-13K (203,882 features) and unpack it.",
+        advice="On that page take the bag-of-words download of AmazonCat-13K (203,882 features), unpack it, and "
+        "take both its training and its test file.",
     ),
     "debian-deps": Home(
         folders=("debian_deps", "debian-deps"),

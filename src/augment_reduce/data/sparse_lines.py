@@ -124,7 +124,9 @@ def _index(path: PathLike, number: int, field: bytes, name: bytes, colon: bytes,
             line=number,
             expected="features as index:value with a whole number as index",
             found=f"{what}{shown(field)}",
-            advice="Labels come first and are joined by commas without blanks." if not colon else "",
+            advice="Number the features from 0 or 1 upwards."
+            if colon
+            else "Labels come first and are joined by commas without blanks.",
         )
     index = whole_number(name)
     if not rules.lowest <= index <= highest_index(rules):
@@ -155,7 +157,11 @@ def check_labels(path: PathLike, number: int, labels: Sequence[bytes], rules: Ru
     for label in labels:
         if not label:
             raise DataFileError(
-                path, line=number, expected="labels joined by single commas", found=shown(b",".join(labels))
+                path,
+                line=number,
+                expected="labels joined by single commas",
+                found=shown(b",".join(labels)),
+                advice="Remove the extra comma, or put the missing label in.",
             )
         if rules.n_labels is None:
             continue

@@ -29,7 +29,9 @@ class SparseRows:
 
     def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
         """The rows as a (B, D) tensor: for the reference kernels and for tests, never for training."""
-        matrix = sp.csr_matrix((self.values, self.indices, self.indptr), shape=(self.n_rows, self.n_features), copy=False)
+        matrix = sp.csr_matrix(
+            (self.values, self.indices, self.indptr), shape=(self.n_rows, self.n_features), copy=False
+        )
         return torch.tensor(matrix[rows].toarray(), dtype=dtype)
 
     def feature_counts(self) -> np.ndarray:

@@ -1,0 +1,116 @@
+"""The order of rows, the seeds, when training stops, what the history says."""
+
+import numpy as np
+import pytest
+
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.training import HISTORY, epoch_order, mix
+
+
+def rows(n=300, K=6, D=4, seed=0):
+    generator = np.random.default_rng(seed)
+    X = generator.normal(size=(n, D))
+    return X, (X @ generator.normal(size=(D, K)) + generator.gumbel(size=(n, K))).argmax(1)
+
+
+def test_an_epoch_visits_every_row_once_and_epochs_differ():
+    a, b = epoch_order(5, 1, 1000), epoch_order(5, 2, 1000)
+    assert sorted(a) == list(range(1000))
+    assert not np.array_equal(a, b)
+    assert np.array_equal(a, epoch_order(5, 1, 1000))
+    assert not np.array_equal(a, epoch_order(6, 1, 1000))
+
+
+def test_seeds_of_neighbouring_steps_have_nothing_in_common():
+    """Half of the 63 bits differ between neighbours, give or take: mean of 1,000 pairs within 6 standard errors."""
+    flips = [bin(mix(0, 2, t) ^ mix(0, 2, t + 1)).count("1") for t in range(1000)]
+    assert abs(np.mean(flips) - 31.5) < 6 * np.sqrt(63 / 4 / 1000)
+    assert len({mix(s, 2, t) for s in range(50) for t in range(50)}) == 2500
+
+
+@pytest.mark.parametrize("batch_size", [7, 100, 300, 10_000])
+def test_any_batch_size_works(batch_size):
+    X, y = rows()
+    clf = AugmentReduceClassifier(batch_size=batch_size, max_epochs=3, random_state=0).fit(X, y)
+    assert clf.n_iter_ == 3 * -(-300 // min(batch_size, 300))
+
+
+def test_history_has_its_columns_and_ends_at_the_last_iteration():
+    X, y = rows()
+    history = AugmentReduceClassifier(max_iter=60, batch_size=50, random_state=0).fit(X, y).history_
+    assert set(history) == set(HISTORY)
+    assert len({len(column) for column in history.values()}) == 1
+    assert history["iteration"][-1] == 60
+    assert history["epoch"][-1] == 10
+    assert (np.diff(history["seconds"]) >= 0).all()
+    assert history["bound"][-5:].mean() > history["bound"][:5].mean()
+    assert np.isfinite(history["bound_gap"][-1])
+    assert history["bound_gap"][-1] >= 0
+
+
+def test_early_stopping_stops_and_keeps_the_best():
+    """60 rows, 40 features of noise: the fit overfits at once; the weights kept are those of the best look."""
+    generator = np.random.default_rng(1)
+    X, y = generator.normal(size=(60, 40)), generator.integers(3, size=60)
+    clf = AugmentReduceClassifier(
+        early_stopping=True,
+        validation_fraction=0.3,
+        max_iter=3000,
+        n_iter_no_change=3,
+        learning_rate=1.0,
+        random_state=0,
+    ).fit(X, y)
+    scores = clf.history_["validation_log_likelihood"]
+    scores = scores[~np.isnan(scores)]
+    assert clf.n_iter_ < 3000
+    assert scores[-1] < scores.max()
+    from augment_reduce.fitting import hold_out
+
+    _, held = hold_out(np.arange(60), 0.3, clf._fitted.seed)
+    assert clf.log_likelihood(X[held], y[held]) == pytest.approx(scores.max(), abs=1e-9)
+
+
+def test_same_seed_same_model_and_two_seeds_differ():
+    X, y = rows()
+    fits = [AugmentReduceClassifier(max_iter=40, random_state=seed).fit(X, y).coef_ for seed in (1, 1, 2)]
+    assert np.array_equal(fits[0], fits[1])
+    assert not np.array_equal(fits[0], fits[2])
+
+
+def test_threads_do_not_change_the_result():
+    X, y = rows()
+    one, two = (AugmentReduceClassifier(max_iter=40, random_state=0, n_jobs=n).fit(X, y).coef_ for n in (1, 2))
+    assert np.array_equal(one, two)
+
+
+def test_an_interrupted_fit_keeps_what_it_learned_and_goes_on(monkeypatch):
+    """Ctrl-C after 17 steps; warm_start then takes the remaining ones and ends where an undisturbed fit ends."""
+    import augment_reduce.training as training
+
+    X, y = rows()
+    whole = AugmentReduceClassifier(max_iter=40, random_state=0).fit(X, y)
+    real, calls = training.step, []
+
+    def interrupted(*args, **kwargs):
+        if len(calls) == 17:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    clf = AugmentReduceClassifier(max_iter=40, random_state=0, warm_start=True)
+    monkeypatch.setattr(training, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        clf.fit(X, y)
+    monkeypatch.undo()
+    assert clf.n_iter_ == 17
+    clf.set_params(max_iter=40 - 17).fit(X, y)
+    assert np.array_equal(clf.coef_, whole.coef_)
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_verbose_says_what_it_does(verbose, capsys):
+    X, y = rows()
+    AugmentReduceClassifier(max_iter=40, random_state=0, verbose=verbose).fit(X, y)
+    said = capsys.readouterr().err
+    assert ("model softmax" in said) == bool(verbose)
+    assert ("bound" in said) == bool(verbose)
