@@ -172,6 +172,24 @@ def test_exact_noise_is_eq_5_with_its_gradient(noise):
         torch.testing.assert_close(grad[:, k], slope, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exponentials_are_the_bound_and_its_gradient(dtype, scale):
+    """The shared computation of training against the two functions, also where e^gap overflows."""
+    gap = scale * torch.randn(50, 6, dtype=dtype, generator=rng(1))
+    gap[0, 2] = gap[3] = -math.inf
+    log_weight = torch.rand(50, 6, dtype=dtype, generator=rng(2))
+    log_eta = bounds.log_eta_tilde(gap, log_weight) + 0.3
+    found = bounds.Exponentials(gap, log_weight)
+    torch.testing.assert_close(found.log_eta_tilde, bounds.log_eta_tilde(gap, log_weight))
+    torch.testing.assert_close(found.softmax_bound(log_eta), bounds.softmax_bound(gap, log_weight, log_eta))
+    expected = bounds.softmax_bound_grad(gap, log_weight, log_eta)
+    tolerance = (
+        {"rtol": 1e-4 * scale / 30 + 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-11, "atol": 1e-12}
+    )
+    torch.testing.assert_close(found.softmax_bound_grad(log_eta), expected, **tolerance)
+
+
 def test_huge_gaps_stay_finite():
     gap = torch.tensor([[1e4, -1e4, 3e3]], dtype=torch.float32)
     log_weight = torch.zeros((), dtype=torch.float32)

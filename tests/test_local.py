@@ -7,7 +7,7 @@ import torch
 from conftest import rng
 from user_noises import Laplace
 
-from augment_reduce.bounds import log_eta_tilde, noise_bound
+from augment_reduce.bounds import Exponentials, log_eta_tilde, noise_bound
 from augment_reduce.local import (
     Clock,
     NaturalGradient,
@@ -64,11 +64,23 @@ def test_floor_is_a_certain_lower_bound_less_one_and_is_counted():
     sampled = Sampled(torch.tensor([[3, 4, 4], [1, 2, 1]]), torch.tensor(2.0), None, distinct=False)
     seen_once = distinct_gap(gap, sampled)
     assert seen_once.tolist() == [[1.0, 2.0, -math.inf], [50.0, 0.0, -math.inf]]
-    log_eta, hits = NaturalGradient().floored(torch.tensor([5.0, 5.0], dtype=torch.float64), gap, sampled)
+    found = Exponentials(gap, sampled.log_weight)
+    log_eta, hits = NaturalGradient().floored(torch.tensor([5.0, 5.0], dtype=torch.float64), gap, sampled, found)
     assert hits == 1
     assert log_eta[0] == 5.0
     assert log_eta[1].item() == pytest.approx(math.log(1 + math.exp(50) + 1) - 1)
-    assert NaturalGradient(floor=False).floored(torch.tensor([5.0, 5.0]), gap, sampled)[1] == 0
+    assert NaturalGradient(floor=False).floored(torch.tensor([5.0, 5.0]), gap, sampled, found)[1] == 0
+
+
+def test_floor_by_the_short_way_is_the_floor():
+    """Distinct classes of one weight: the floor comes from the exponentials at hand; the same number."""
+    gap, weight = gaps(), torch.tensor(1.7, dtype=torch.float64)
+    low = torch.full((4,), -5.0, dtype=torch.float64)
+    sampled = Sampled(torch.arange(9).expand(4, 9), weight, None, distinct=True)
+    short, _ = NaturalGradient().floored(low, gap, sampled, Exponentials(gap, weight))
+    long, _ = NaturalGradient().floored(low, gap, sampled._replace(distinct=False), Exponentials(gap, weight))
+    torch.testing.assert_close(short, long, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(short, torch.log(1 + gap.exp().sum(1)) - 1, rtol=1e-12, atol=1e-12)
 
 
 def brute_force(noise, gap):

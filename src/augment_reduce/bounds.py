@@ -41,6 +41,27 @@ def log_eta_tilde(gap: Tensor, log_weight: Tensor) -> Tensor:
     return F.softplus(torch.logsumexp(gap + log_weight, dim=-1))
 
 
+class Exponentials:
+    """e^gap_k of a sample, computed once and used by the E step, the M step and the floor alike (softmax).
+
+    Held as e_k = omega_k exp(gap_k - shift) with shift = the row's largest gap, so that nothing overflows.
+    """
+
+    def __init__(self, gap: Tensor, log_weight: Tensor) -> None:
+        self.shift = gap.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(gap.dtype).min)  # all masked: no -inf + inf
+        self.scaled = (gap + (log_weight - self.shift)).exp_()
+        self.log_sum = self.scaled.sum(dim=-1).log_().add_(self.shift[:, 0])  # log sum_k omega_k e^gap_k
+        self.log_eta_tilde = F.softplus(self.log_sum)
+
+    def softmax_bound(self, log_eta: Tensor) -> Tensor:
+        """Eq. (8), as the function of that name."""
+        return 1.0 - log_eta - torch.exp(self.log_eta_tilde - log_eta)
+
+    def softmax_bound_grad(self, log_eta: Tensor) -> Tensor:
+        """-omega_k exp(gap_k - log eta), as the function of that name. Overwrites the exponentials: ask last."""
+        return self.scaled.mul_(-torch.exp(self.shift - log_eta[:, None]))
+
+
 def softmax_bound(gap: Tensor, log_weight: Tensor, log_eta: Tensor) -> Tensor:
     """Eq. (8):  L = 1 - log eta - (1 + sum_{k != y} exp(gap_k)) / eta  <=  log softmax_y(psi).
 

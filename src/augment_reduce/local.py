@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import bounds
-from .bounds import Nodes, log_eta_tilde
+from .bounds import Exponentials, Nodes, log_eta_tilde
 from .noise import Noise
 from .sampler import Sampled
 
@@ -68,19 +68,26 @@ class LocalStep:
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
         generator: torch.Generator,
     ) -> None:  # fmt: skip
+        """E step: move q of these rows towards its optimum for these classes."""
         raise TypeError(f"{type(self).__name__} does not say how it moves.")
 
-    def bound_and_grad(
-        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled,
+    def e_and_m(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
         generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
-        """What the M step needs, q held: the bound (B,), its gradient by gap (B, S), how often a floor acted.
+        """Both steps on one sample, in the order of `uses_updated`.
 
-        Here for every q that offers `nodes`; the softmax has its closed form.
+        Returns what the weights need, for the q held: the bound (B,), its gradient by gap (B, S), how often a floor
+        acted. Here for every q that offers `nodes`; the softmax has its closed form.
         """
+        if self.uses_updated:
+            self.update(state, rows, noise, gap, sampled.log_weight, clock, generator)
         q = self.nodes(state, rows, noise, generator)
         bound = bounds.noise_bound(noise, gap, sampled.log_weight, q) if want_bound else None
-        return bound, bounds.noise_bound_grad(noise, gap, sampled.log_weight, q), 0
+        grad = bounds.noise_bound_grad(noise, gap, sampled.log_weight, q)
+        if not self.uses_updated:
+            self.update(state, rows, noise, gap, sampled.log_weight, clock, generator)
+        return bound, grad, 0
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
         """(B,) the bound with these rows' stored q and every other class in `gap`: what is reported as its gap."""
@@ -118,26 +125,33 @@ class NaturalGradient(LocalStep):
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
         generator: torch.Generator,
     ) -> None:  # fmt: skip
+        self.blend(state, rows, log_eta_tilde(gap, log_weight), clock)
+
+    def blend(self, state: LocalState, rows: Tensor, log_tilde: Tensor, clock: Clock) -> None:
         """eta <- (1 - alpha) eta + alpha eta~, as log-sum-exp of the two logs."""
         log_eta, visits = state["log_eta"][rows], state["visits"][rows]
         alpha = self.step_size.at(visits, clock, log_eta.dtype)
-        new = torch.log(alpha) + log_eta_tilde(gap, log_weight)
-        state["log_eta"][rows] = torch.logaddexp(torch.log1p(-alpha) + log_eta, new)
+        state["log_eta"][rows] = torch.logaddexp(torch.log1p(-alpha) + log_eta, torch.log(alpha) + log_tilde)
         state["visits"][rows] = visits + 1
 
-    def bound_and_grad(
-        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled,
+    def e_and_m(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
         generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        exponentials = Exponentials(gap, sampled.log_weight)
+        if self.uses_updated:
+            self.blend(state, rows, exponentials.log_eta_tilde, clock)
         log_eta = state["log_eta"][rows]
-        bound = bounds.softmax_bound(gap, sampled.log_weight, log_eta) if want_bound else None
-        log_eta, floor_hits = self.floored(log_eta, gap, sampled)
-        return bound, bounds.softmax_bound_grad(gap, sampled.log_weight, log_eta), floor_hits
+        bound = exponentials.softmax_bound(log_eta) if want_bound else None
+        log_eta_m, floor_hits = self.floored(log_eta, gap, sampled, exponentials)
+        if not self.uses_updated:
+            self.blend(state, rows, exponentials.log_eta_tilde, clock)
+        return bound, exponentials.softmax_bound_grad(log_eta_m), floor_hits
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
         return bounds.softmax_bound(gap, gap.new_zeros(()), state["log_eta"][rows].to(gap.dtype))
 
-    def floored(self, log_eta: Tensor, gap: Tensor, sampled: Sampled) -> tuple[Tensor, int]:
+    def floored(self, log_eta: Tensor, gap: Tensor, sampled: Sampled, exponentials: Exponentials) -> tuple[Tensor, int]:
         """log eta kept above log(1 + sum over the distinct sampled classes of e^gap) - 1, and how often that acted.
 
         The unweighted sum is part of eta*'s own, so the floor lies more than 1 below the best log eta: where it
@@ -147,7 +161,11 @@ class NaturalGradient(LocalStep):
         """
         if not self.floor:
             return log_eta, 0
-        floor = F.softplus(torch.logsumexp(distinct_gap(gap, sampled), dim=-1)) - 1.0
+        if sampled.distinct and sampled.log_weight.ndim == 0:  # one weight for all: the sum is known already
+            log_sum = exponentials.log_sum - sampled.log_weight
+        else:
+            log_sum = torch.logsumexp(distinct_gap(gap, sampled), dim=-1)
+        floor = F.softplus(log_sum) - 1.0
         return torch.maximum(log_eta, floor), int((floor > log_eta).sum())
 
 

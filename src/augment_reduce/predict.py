@@ -1,10 +1,9 @@
-"""Prediction over many rows: eq. (1) and (5) in blocks, so that N x K never exists unless all of it is asked for.
+"""Prediction over many rows, in blocks: N x K numbers exist only where the caller asks for N x K answers.
 
-Every function takes `scores_of(start, stop) -> psi (stop - start, K)`, the scores of a block of rows, and asks for one
-block at a time.
+Everything is read off a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)`:
+who calls it need not say whether the rows are dense, sparse, or the output of a network. What a score means is the
+noise's affair (quadrature.py): eq. (1) for softmax, eq. (5) for every other.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
@@ -15,86 +14,150 @@ from . import quadrature
 from .noise import Noise
 
 ScoresOf = Callable[[int, int], Tensor]
-BLOCK_BYTES = 64 << 20
+
+BUDGET_BYTES = 64 << 20
+ARRAYS = 4  # (rows, classes) arrays of float64 alive at once: scores, a double of them, the answer, one to spare
 
 
-def row_blocks(n_rows: int, n_classes: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of blocks whose (b, K) float64 scores take at most `BLOCK_BYTES`."""
-    size = max(1, min(4096, BLOCK_BYTES // (8 * max(1, n_classes))))
-    for start in range(0, n_rows, size):
-        yield start, min(n_rows, start + size)
+def block_rows(n_classes: int, n_nodes: int = ARRAYS, budget_bytes: int = BUDGET_BYTES) -> int:
+    """How many rows fit the budget with `n_nodes` float64 numbers for each (row, class); one at least."""
+    return max(1, budget_bytes // (8 * max(1, n_classes) * max(1, n_nodes)))
 
 
-def scores(scores_of: ScoresOf, n_rows: int, n_classes: int) -> Tensor:
-    """psi (N, K), for `decision_function`."""
-    return torch.cat([scores_of(start, stop) for start, stop in row_blocks(n_rows, n_classes)])
+def row_blocks(n_rows: int, n_classes: int, budget_bytes: int = BUDGET_BYTES) -> Iterator[tuple[int, int]]:
+    """(start, stop) of consecutive blocks that cover all rows."""
+    step = block_rows(n_classes, budget_bytes=budget_bytes)
+    return ((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
 
 
-def argmax(scores_of: ScoresOf, n_rows: int, n_classes: int) -> Tensor:
-    """The most probable class of each row, (N,): that of the highest score, under every noise (see `top_k`)."""
-    return torch.cat([_first_largest(scores_of(start, stop)) for start, stop in row_blocks(n_rows, n_classes)])
+def _scored_blocks(
+    scores_of: ScoresOf, n_rows: int, n_classes: int, budget_bytes: int
+) -> Iterator[tuple[slice, Tensor]]:
+    for start, stop in row_blocks(n_rows, n_classes, budget_bytes):
+        psi = scores_of(start, stop)
+        if psi.shape != (stop - start, n_classes):
+            raise ValueError(
+                f"Expected scores_of({start}, {stop}) to give shape {(stop - start, n_classes)}, one row each and one "
+                f"column a class, but found {tuple(psi.shape)}."
+            )
+        if not psi.isfinite().all():
+            row = start + int(psi.isfinite().all(1).logical_not().nonzero()[0])
+            raise ValueError(
+                f"Expected finite scores, but those of row {row} hold NaN or infinity: its features do, or the weights "
+                "have diverged in training. Check that row; train with a lower learning rate or with a prior."
+            )
+        yield slice(start, stop), psi
 
 
-def log_likelihood(noise: Noise, scores_of: ScoresOf, labels: Tensor, n_classes: int) -> Tensor:
-    """log p(y_n | x_n), (N,) float64, exact."""
-    blocks = row_blocks(len(labels), n_classes)
-    return torch.cat([quadrature.log_likelihood(noise, scores_of(a, b), labels[a:b]) for a, b in blocks])
+def log_likelihood(
+    noise: Noise,
+    scores_of: ScoresOf,
+    labels: Tensor,
+    n_classes: int | None = None,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Tensor:
+    """log p(y_n | psi_n) of every row, (N,) float64; exact for every model (eq. 5; softmax: eq. 1), not averaged.
+
+    `n_classes` is asked of the first row where it is not given. Labels are positions 0 .. K-1.
+    """
+    out = torch.empty(len(labels), dtype=torch.float64)
+    if n_classes is None:
+        n_classes = scores_of(0, 1).shape[1] if len(labels) else 1
+    for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
+        out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
+    return out.clamp_(max=0.0)  # a certain label may come out at +1e-14
 
 
 def log_likelihood_importance(
-    noise: Noise, scores_of: ScoresOf, labels: Tensor, n_classes: int, *, n_samples: int, generator: torch.Generator
+    noise: Noise,
+    scores_of: ScoresOf,
+    labels: Tensor,
+    n_classes: int,
+    *,
+    generator: torch.Generator,
+    n_samples: int = 1000,
+    budget_bytes: int = BUDGET_BYTES,
 ) -> Tensor:
-    """The paper's estimate of the same, from draws of N(5, 5^2)."""
-    blocks = row_blocks(len(labels), n_classes)
-    return torch.cat(
-        [
-            quadrature.log_likelihood_importance(
-                noise, scores_of(a, b), labels[a:b], n_samples=n_samples, generator=generator
-            )
-            for a, b in blocks
-        ]
-    )
-
-
-def log_proba(
-    noise: Noise, scores_of: ScoresOf, n_rows: int, n_classes: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    """log p of every class, (N, K), in `dtype` (None: float64): the one function that makes an N x K array."""
-    out = torch.empty(n_rows, n_classes, dtype=dtype or torch.float64)
-    for start, stop in row_blocks(n_rows, n_classes):
-        out[start:stop] = quadrature.log_proba(noise, scores_of(start, stop))
+    """The paper's estimate of `log_likelihood` from draws of N(5, 5^2) (sec. 4), without its clipping: to compare."""
+    out = torch.empty(len(labels), dtype=torch.float64)
+    for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
+        y = labels[rows].to(psi.device, torch.int64)
+        out[rows] = quadrature.log_likelihood_importance(noise, psi, y, generator=generator, n_samples=n_samples)
     return out
 
 
-def top_k(noise: Noise, scores_of: ScoresOf, n_rows: int, n_classes: int, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable classes, (N, k), most probable first, and their probabilities, exact.
+def log_proba(
+    noise: Noise,
+    scores_of: ScoresOf,
+    n_rows: int,
+    n_classes: int,
+    out_dtype: torch.dtype = torch.float64,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Tensor:
+    """log p(k | psi_n) of every row and class, (N, K): eq. (5) with one grid a row, O(K J), and not
+    renormalised; the accuracy is that of `quadrature.log_proba`."""
+    out = torch.empty(n_rows, n_classes, dtype=out_dtype)
+    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
+        out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).to(out_dtype)
+    return out
 
-    Ranked by score: p_k = P(psi_k) with one function P for all classes of a row (see quadrature.py), and raising a
-    score raises its probability, so P increases and the order of the scores is that of the probabilities. Ties go
-    to the lower class.
+
+def scores(scores_of: ScoresOf, n_rows: int, n_classes: int, *, budget_bytes: int = BUDGET_BYTES) -> Tensor:
+    """psi of every row, (N, K), in the dtype they are computed in."""
+    out = torch.empty(0, n_classes)
+    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
+        out = out if len(out) else torch.empty(n_rows, n_classes, dtype=psi.dtype)
+        out[rows] = psi
+    return out
+
+
+def argmax(scores_of: ScoresOf, n_rows: int, n_classes: int, *, budget_bytes: int = BUDGET_BYTES) -> Tensor:
+    """The most probable class of every row, (N,) int64: that of the highest score (see `top_k`), ties to the lowest."""
+    out = torch.empty(n_rows, dtype=torch.int64)
+    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
+        out[rows] = highest(psi, 1)[:, 0]
+    return out
+
+
+def top_k(
+    noise: Noise,
+    scores_of: ScoresOf,
+    n_rows: int,
+    n_classes: int,
+    k: int,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """The k most probable classes of every row, best first, and their probabilities: (N, k) int64, (N, k) float64.
+
+    The classes are those of the highest scores, since under any noise that is the same for all classes the order of
+    scores is the order of probabilities. For if psi_a >= psi_b, exchange eps_a and eps_b in any draw of the noise
+    that lets b win: then a wins with a utility psi_a + eps_b at least as high, over an opponent psi_b + eps_a that is
+    no stronger than the a it beat, and the exchange keeps the probability of the draw. So p_a >= p_b; equal scores
+    have equal probabilities, and go by the lower class. Probabilities are computed for these k alone, exactly.
     """
+    if not 1 <= k <= n_classes:
+        raise ValueError(f"Expected k between 1 and the number of classes, {n_classes}, but found {k}.")
     classes = torch.empty(n_rows, k, dtype=torch.int64)
     probabilities = torch.empty(n_rows, k, dtype=torch.float64)
-    for start, stop in row_blocks(n_rows, n_classes):
-        psi = scores_of(start, stop)
-        classes[start:stop] = _first_top_k(psi, k)
-        probabilities[start:stop] = quadrature.log_proba_of(noise, psi, classes[start:stop]).exp()
+    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
+        best = highest(psi, k)
+        classes[rows] = best
+        probabilities[rows] = quadrature.log_proba_of(noise, psi, best).exp_().clamp_(max=1.0)
     return classes, probabilities
 
 
-def _first_largest(psi: Tensor) -> Tensor:
-    """argmax, the lowest class among equals (torch does not promise which)."""
-    return (psi == psi.amax(1, keepdim=True)).to(torch.uint8).argmax(1)
+def highest(psi: Tensor, k: int) -> Tensor:
+    """Columns of the k highest scores of each row, (B, k), best first, ties to the lower column. O(K), no sort of K.
 
-
-def _first_top_k(psi: Tensor, k: int) -> Tensor:
-    """The k largest, the lower class first among equals, also where a tie straddles the k-th place."""
-    values, found = psi.topk(k, dim=1)
-    kth = values[:, -1:]
-    straddles = (psi >= kth).sum(1) > k
-    if straddles.any():
-        found[straddles] = torch.sort(psi[straddles], dim=1, descending=True, stable=True).indices[:, :k]
-    # topk may return equals in any order: sort by class, then stably by score
-    found = found.sort(1).values
-    order = torch.sort(psi.gather(1, found), dim=1, descending=True, stable=True).indices
-    return found.gather(1, order)
+    torch.topk breaks ties as it likes; it only says how high the k-th score is. Of those that equal it, the first
+    few fill up what the higher ones leave.
+    """
+    last = psi.topk(k, dim=1).values[:, -1:]
+    above, level = psi > last, psi == last
+    chosen = above | (level & (level.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    columns = chosen.nonzero()[:, 1].view(len(psi), k)  # by row, then by column
+    order = psi.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
+    return columns.gather(1, order)

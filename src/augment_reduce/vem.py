@@ -70,20 +70,24 @@ def step(
     generator: torch.Generator,
     want_bound: bool = True,
 ) -> tuple[State, StepInfo]:
-    """One minibatch: draw classes, score them, E step, M step. `clock` says which iteration this is."""
+    """One minibatch: draw classes, score them, E step and M step, move the weights.
+
+    The E step moves q(eps_n) of these rows towards its optimum, weights held; the M step takes the bound's gradient by
+    the gaps, q held; `problem.local` says in which order. `clock` says which iteration this is.
+    """
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     sampled, gap = draw_and_score(problem, state, rows, labels, generator)
 
     if problem.local is None:
-        bound, grad, floor_hits = *bound_without_local(problem, gap, sampled.log_weight, labels, want_bound), 0
-    elif problem.local.uses_updated:  # the paper: E step, then M step with the same classes
-        e_step(problem, state, index, gap, sampled, clock, generator)
-        bound, grad, floor_hits = m_step(problem, state, index, gap, sampled, generator, want_bound)
-    else:  # ours: the M step holds the q that has not seen these classes
-        first_visits(problem, state, rows, index, labels, generator)
-        bound, grad, floor_hits = m_step(problem, state, index, gap, sampled, generator, want_bound)
-        e_step(problem, state, index, gap, sampled, clock, generator)
+        bound, grad = bound_without_local(problem, gap, sampled.log_weight, labels, want_bound)
+        floor_hits = 0
+    else:
+        if not problem.local.uses_updated:
+            first_visits(problem, state, rows, index, labels, generator)
+        bound, grad, floor_hits = problem.local.e_and_m(
+            state.local, index, problem.noise, gap, sampled, clock, generator, want_bound
+        )
 
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
     row_scale = torch.full_like(gap[:, 0], per_row)
@@ -123,31 +127,6 @@ def first_visits(
         return
     sampled, gap = draw_and_score(problem, state, rows[new.numpy()], labels[new], generator)
     local.start(state.local, index[new], problem.noise, gap, sampled.log_weight)
-
-
-def e_step(
-    problem: Problem,
-    state: State,
-    index: Tensor,
-    gap: Tensor,
-    sampled: Sampled,
-    clock: Clock,
-    generator: torch.Generator,
-) -> None:
-    """Local step: move q(eps_n) of these rows towards its optimum, weights held."""
-    assert problem.local is not None
-    problem.local.update(state.local, index, problem.noise, gap, sampled.log_weight, clock, generator)
-
-
-def m_step(
-    problem: Problem, state: State, index: Tensor, gap: Tensor, sampled: Sampled, generator: torch.Generator,
-    want_bound: bool,
-) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
-    """Bound and its gradient by the gaps, q held."""
-    assert problem.local is not None
-    return problem.local.bound_and_grad(
-        state.local, index, problem.noise, gap, sampled, generator, want_bound=want_bound
-    )
 
 
 def bound_without_local(
