@@ -397,3 +397,16 @@ def test_incomplete_noise_cannot_be_made():
 def test_docs_show_the_tested_code(kind):
     page = (Path(__file__).resolve().parents[1] / "docs" / "noise.md").read_text(encoding="utf-8")
     assert inspect.getsource(kind) in page
+
+
+@pytest.mark.parametrize("noise", [Gumbel(), Normal(), Logistic()], ids=lambda n: n.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_derivatives_at_once_are_the_two(noise, dtype):
+    eps = torch.cat(
+        [torch.linspace(-1e4, 1e4, 2001), torch.linspace(-9, 9, 2001), torch.tensor([-torch.inf, torch.inf])]
+    )
+    eps = eps.to(dtype)
+    first, second = noise.dlog_cdf_and_derivative(eps)
+    finite = torch.isfinite(eps)
+    torch.testing.assert_close(first[finite], noise.dlog_cdf(eps)[finite])
+    torch.testing.assert_close(second, noise.d2log_cdf(eps))

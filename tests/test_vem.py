@@ -156,7 +156,7 @@ def test_diverged_weights_are_an_error_not_a_nan():
     problem = problem_for(Gumbel(), NaturalGradient(), sampler, labels=[0])
     parameters = fresh()
     parameters.weight[0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"iteration 7.*learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"After iteration 7.*learning_rate"):
         step(
             problem,
             State(parameters, NaturalGradient().init_state(1, torch.float64), Clock(7, 1)),

@@ -24,7 +24,7 @@ from .local import Clock, LocalState
 from .optim import Prior
 from .progress import TrainingProgress
 from .sampler import AllClasses
-from .scores import kernels_for, label_and_gap
+from .scores import kernels_for, score
 from .training import Evaluators, Run, Schedule, mix, train
 from .vem import Problem, State
 
@@ -242,8 +242,8 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callab
     def look() -> float:
         dtype = state.parameters.weight.dtype
         sampled = everything.draw(labels, K, generator=torch.Generator(), dtype=dtype)
-        _, gap = label_and_gap(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
-        gap = gap.to(torch.float64)
+        scored = score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
+        gap = scored.gap.to(torch.float64)
         if problem.local is None:
             bound = bounds.one_vs_each(gap, gap.new_zeros(()))
             visited = torch.ones(len(rows), dtype=torch.bool)

@@ -273,12 +273,28 @@ class Newton(LocalStep):
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
         generator: torch.Generator,
     ) -> None:  # fmt: skip
+        self._move(state, rows, noise, gap, log_weight, clock)
+
+    def _move(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock
+    ) -> Tensor:
         mu, precision, visits = state["mu"][rows], state["precision"][rows], state["visits"][rows]
         alpha = self.step_size.at(visits, clock, mu.dtype)
-        state["mu"][rows], state["precision"][rows] = newton_move(
-            noise, gap, log_weight, mu, precision, alpha, self.n_nodes
-        )
-        state["visits"][rows] = visits + 1
+        mu, precision, hazard = newton_move(noise, gap, log_weight, mu, precision, alpha, self.n_nodes)
+        state["mu"][rows], state["precision"][rows], state["visits"][rows] = mu, precision, visits + 1
+        return hazard
+
+    def e_and_m(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
+        generator: torch.Generator, want_bound: bool,
+    ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        """As in the base class, but where the M step holds the old q, its gradient falls out of the E step."""
+        if self.uses_updated:
+            return super().e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
+        bound = None
+        if want_bound:
+            bound = bounds.noise_bound(noise, gap, sampled.log_weight, self.nodes(state, rows, noise, generator))
+        return bound, -self._move(state, rows, noise, gap, sampled.log_weight, clock), 0
 
     def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
         return gaussian_nodes(state["mu"][rows], state["precision"][rows], self.n_nodes)
@@ -307,18 +323,19 @@ def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
 
 def newton_move(
     noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, alpha: Tensor, n_nodes: int
-) -> tuple[Tensor, Tensor]:
-    """One move of `Newton` from (mu, precision) with step size alpha (B,)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One move of `Newton` from (mu, precision) with step size alpha (B,): new mu, new precision, and on the way
+    omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S) at the old q, which is minus the bound's gradient by gap_k."""
     eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
     omega, gap = bounds.unmasked(gap, log_weight)
     slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
-    omega = omega[:, :, None]
-    slope = (noise.dlog_prob(eps) + (omega * slope).sum(dim=1)) @ node_weight
-    bend = (noise.d2log_prob(eps) + (omega * bend).sum(dim=1)) @ node_weight
-    new_precision = (1.0 - alpha) * precision + alpha * (-bend).clamp_min(1e-2)
-    move = alpha * slope / new_precision
+    hazard = omega * (slope @ node_weight)
+    first = noise.dlog_prob(eps) @ node_weight + hazard.sum(dim=1)  # E_q[f']
+    second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)  # E_q[f'']
+    new_precision = (1.0 - alpha) * precision + alpha * (-second).clamp_min(1e-2)
     reach = 2.0 * torch.maximum(precision, new_precision).rsqrt()
-    return mu + torch.minimum(torch.maximum(move, -reach), reach), new_precision
+    move = (alpha * first / new_precision).clamp(-reach, reach)
+    return mu + move, new_precision, hazard
 
 
 def fit_gaussian(
@@ -332,7 +349,7 @@ def fit_gaussian(
     precision = torch.ones_like(mu)
     alpha = torch.full_like(mu, 0.7)  # damped: with alpha = 1 the logistic's linear tails make the moves overshoot
     for _ in range(n_moves):
-        mu, precision = newton_move(noise, gap, log_weight, mu, precision, alpha, n_nodes)
+        mu, precision, _ = newton_move(noise, gap, log_weight, mu, precision, alpha, n_nodes)
     return mu, precision
 
 

@@ -205,6 +205,17 @@ class Normal(LocationScale):
     def d2log_cdf(self, eps: Tensor) -> Tensor:
         return _Closed.apply(eps, self._d2log_cdf, _no_third_derivative)
 
+    def dlog_cdf_and_derivative(self, eps: Tensor) -> tuple[Tensor, Tensor]:
+        if eps.requires_grad:
+            return super().dlog_cdf_and_derivative(eps)
+        a = eps.abs().clamp_max_(1e18)
+        delta = _tail_gap(a)
+        rho = a + delta
+        phi = self.log_prob(a).exp_()
+        r = phi.div_((phi / rho).neg_().add_(1.0))
+        first = _by_sign(-eps, r, rho)
+        return first, _by_sign(eps, delta.mul_(rho).neg_(), a.add_(r).mul_(r).neg_())
+
     # The three below work in place on what they have just made: on the CPU, fresh memory costs more than arithmetic.
 
     def _log_cdf(self, eps: Tensor) -> Tensor:

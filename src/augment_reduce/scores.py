@@ -1,13 +1,14 @@
 """psi for the label and the sampled classes; picks the kernel for the device.
 
-The only place where the weights are read in a training step. What leaves it is small: (B,) label scores
-and (B, S) gaps psi_k - psi_y, in which a pair of a row with its own label is -inf, so that it vanishes from
-every sum that follows (e^-inf = 0, Phi(inf) = 1).
+The only place where a training step reads the weights or sends gradients back to them. What leaves it is small: gaps
+psi_k - psi_y (B, S), in which a pair of a row with its own label is -inf, so that it vanishes from every later sum
+(e^-inf = 0, Phi(inf) = 1).
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,30 +31,52 @@ def kernels_for(device: str) -> ModuleType:
     return cpu
 
 
-def label_and_gap(
+class Scored(NamedTuple):
+    """A minibatch with its sampled classes and their scores.
+
+    - `pairs`: (B, 1 + S), the label first, where each row has its own classes; None where they are shared;
+    - `gap`: (B, S), psi_k - psi_y, -inf where masked.
+    """
+
+    rows: np.ndarray
+    labels: Tensor
+    sampled: Sampled
+    pairs: Tensor | None
+    gap: Tensor
+
+
+def score(
     kernels: ModuleType, X: Rows, rows: np.ndarray, labels: Tensor, sampled: Sampled, parameters: Parameters
-) -> tuple[Tensor, Tensor]:
-    """(psi_y (B,), gap (B, S)) with gap = psi_k - psi_y for the sampled k, -inf where masked."""
+) -> Scored:
+    """Scores of the label and of the sampled classes, as gaps. FloatingPointError where a score is not finite."""
     weight, bias = parameters.weight, parameters.bias
+    pairs = None
     if sampled.shared:
         psi_y = kernels.pair_scores(X, rows, labels[:, None], weight, bias)
-        gap = kernels.shared_scores(X, rows, sampled.classes, weight, bias) - psi_y
+        psi = kernels.shared_scores(X, rows, sampled.classes, weight, bias)
+        finite = torch.isfinite(psi_y).all() and torch.isfinite(psi).all()
+        gap = psi.sub_(psi_y)
     else:
-        psi = kernels.pair_scores(X, rows, torch.cat([labels[:, None], sampled.classes], dim=1), weight, bias)
-        psi_y, gap = psi[:, :1], psi[:, 1:] - psi[:, :1]
+        pairs = torch.cat([labels[:, None], sampled.classes], dim=1)
+        psi = kernels.pair_scores(X, rows, pairs, weight, bias)
+        finite = torch.isfinite(psi).all()
+        gap = psi[:, 1:] - psi[:, :1]
+    if not finite:
+        raise FloatingPointError(
+            "The scores stopped being finite: the weights have diverged. Lower learning_rate, scale the features to "
+            "about 1, or set a prior_variance."
+        )
     if sampled.mask is not None:
         gap = gap.masked_fill_(sampled.mask, -torch.inf)
-    return psi_y[:, 0], gap
+    return Scored(rows, labels, sampled, pairs, gap)
 
 
 def push(
     kernels: ModuleType,
     X: Rows,
-    rows: np.ndarray,
-    labels: Tensor,
-    sampled: Sampled,
+    scored: Scored,
     grad_gap: Tensor,
-    row_scale: Tensor,
+    row_scale: Tensor | float,
     prior_scale: float,
     parameters: Parameters,
     optimizer: RowOptimizer,
@@ -62,23 +85,24 @@ def push(
 ) -> None:
     """Send dL/dgap back into the touched rows: +g to each sampled class, minus their sum to the label.
 
-    `row_scale` (B,) multiplies each row's gradient (N / B times its sample weight); `prior_scale` = N / B
-    times omega is the pair's share of the prior.
+    `row_scale` multiplies each row's gradient (N / B times its sample weight); `prior_scale` = N / B times omega is the
+    pair's share of the prior.
     """
-    grad = grad_gap * row_scale[:, None]
-    label_grad = -grad.sum(dim=1)
+    sampled, labels, pairs = scored.sampled, scored.labels, scored.pairs
+    grad = grad_gap * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
+    label_grad = grad.sum(dim=1).neg_()
     share = label_share = None
     if prior is not None:
         share = torch.exp(sampled.log_weight).expand_as(grad) * prior_scale
-        share = share.clone() if sampled.mask is None else share.masked_fill(sampled.mask, 0.0)
+        share = share if sampled.mask is None else share.masked_fill_(sampled.mask, 0.0)
         label_share = torch.full_like(label_grad, prior_scale)
-    if sampled.shared:
+    if pairs is None:
         kernels.push_shared(
-            X, rows, sampled.classes, grad, labels, label_grad, share, label_share, parameters, optimizer, t, prior
-        )
+            X, scored.rows, sampled.classes, grad, labels, label_grad, share, label_share, parameters, optimizer, t,
+            prior,
+        )  # fmt: skip
         return
-    classes = torch.cat([labels[:, None], sampled.classes], dim=1)
     grad = torch.cat([label_grad[:, None], grad], dim=1)
     if share is not None and label_share is not None:
         share = torch.cat([label_share[:, None], share], dim=1)
-    kernels.push_pairs(X, rows, classes, grad, share, parameters, optimizer, t, prior)
+    kernels.push_pairs(X, scored.rows, pairs, grad, share, parameters, optimizer, t, prior)

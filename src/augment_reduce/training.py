@@ -145,7 +145,7 @@ def train(
     order_of, order = -1, np.empty(0, dtype=np.int64)
     window, without_gain = Window(), 0
 
-    with interrupt_between_steps() as check_interrupt:
+    with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
         for t in range(first, last + 1):
             started = time.perf_counter()
             epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)

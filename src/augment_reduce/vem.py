@@ -22,8 +22,8 @@ from .kernels.rows import Rows
 from .local import Clock, LocalState, LocalStep
 from .noise import Noise
 from .optim import Prior, RowOptimizer
-from .sampler import ClassSampler, Sampled
-from .scores import label_and_gap, push
+from .sampler import ClassSampler
+from .scores import Scored, push, score
 
 
 @dataclass
@@ -77,7 +77,8 @@ def step(
     """
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
-    sampled, gap = draw_and_score(problem, state, rows, labels, generator)
+    scored = draw_and_score(problem, state, rows, labels, generator)
+    gap, sampled = scored.gap, scored.sampled
 
     if problem.local is None:
         bound, grad = bound_without_local(problem, gap, sampled.log_weight, labels, want_bound)
@@ -90,11 +91,9 @@ def step(
         )
 
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
-    row_scale = torch.full_like(gap[:, 0], per_row)
-    if problem.sample_weight is not None:
-        row_scale *= problem.sample_weight[index]
+    row_scale = per_row if problem.sample_weight is None else problem.sample_weight[index] * per_row
     push(
-        problem.kernels, problem.X, rows, labels, sampled, grad, row_scale, per_row,
+        problem.kernels, problem.X, scored, grad, row_scale, per_row,
         state.parameters, problem.optimizer, clock.iteration, problem.prior,
     )  # fmt: skip
     state.clock = clock  # last: a step that failed has not happened
@@ -103,17 +102,14 @@ def step(
 
 def draw_and_score(
     problem: Problem, state: State, rows: np.ndarray, labels: Tensor, generator: torch.Generator
-) -> tuple[Sampled, Tensor]:
-    """Sampled classes for these rows, and gap = psi_k - psi_y (B, S)."""
+) -> Scored:
+    """Sampled classes for these rows, with their gaps psi_k - psi_y (B, S)."""
     dtype = state.parameters.weight.dtype
     sampled = problem.sampler.draw(labels, problem.n_sampled, generator=generator, dtype=dtype)
-    psi_y, gap = label_and_gap(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
-    if not torch.isfinite(psi_y).all() or torch.isnan(gap).any() or (gap == torch.inf).any():
-        raise FloatingPointError(
-            f"The scores stopped being finite after iteration {state.clock.iteration}: the weights have diverged. "
-            "Lower learning_rate, scale the features to about 1, or set a prior_variance."
-        )
-    return sampled, gap
+    try:
+        return score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"After iteration {state.clock.iteration}: {error}") from None
 
 
 def first_visits(
@@ -125,8 +121,8 @@ def first_visits(
     new = local.unvisited(state.local, index)
     if not new.any():
         return
-    sampled, gap = draw_and_score(problem, state, rows[new.numpy()], labels[new], generator)
-    local.start(state.local, index[new], problem.noise, gap, sampled.log_weight)
+    scored = draw_and_score(problem, state, rows[new.numpy()], labels[new], generator)
+    local.start(state.local, index[new], problem.noise, scored.gap, scored.sampled.log_weight)
 
 
 def bound_without_local(

@@ -1,0 +1,117 @@
+"""Seconds per epoch at the paper's settings (table 1 and 2), every dataset shape and method, preset="paper".
+
+    python benchmarks/bench_epoch.py --save                      # one core, all shapes
+    python benchmarks/bench_epoch.py --threads 1 2 --save        # scaling
+    python benchmarks/bench_epoch.py --beside 'their-program {dataset} {method}'
+
+`--beside` runs another program in between, once for every repetition, and reads the last number it prints as its own
+seconds per epoch: two things measured in the same minutes, interleaved, whose ratio is what counts.
+The data are the real ones where they can be found (AUGMENT_REDUCE_DATA), else random rows of the same shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+
+import numpy as np
+import scipy.sparse as sp
+from common import report, row
+
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.data import DatasetNotFoundError, load_dataset, random_like
+
+# B, |S|, and epochs a repetition: enough steps for a median, few enough to interleave
+SHAPES = {
+    "mnist": (500, 1, 3.0), "bibtex": (488, 20, 20.0), "omniglot": (541, 50, 1.0), "eurlex-4k": (379, 50, 1.0),
+    "synthetic": (500, 100, 1.0), "amazoncat-13k": (1987, 60, 0.05),
+}  # fmt: skip
+METHODS = {
+    "softmax": {"model": "softmax"}, "probit": {"model": "probit"}, "logistic": {"model": "logistic"},
+    "one-vs-each": {"method": "one-vs-each"},
+}  # fmt: skip
+
+
+def rows_of(dataset: str, tiny: bool):
+    """(X, y, whether they are the real rows)."""
+    if tiny:
+        dataset = "bibtex" if dataset == "synthetic" else dataset
+        return *random_like(dataset, n_rows=1000).train, False
+    if dataset == "synthetic":  # no features: one that is always zero, since scikit-learn wants at least one
+        y = load_dataset("synthetic", seed=49).train.y
+        return sp.csr_matrix((len(y), 1), dtype=np.float32), y, True
+    if dataset in ("eurlex-4k", "amazoncat-13k"):
+        return *random_like(dataset).train, False
+    try:
+        return *load_dataset(dataset, download=False).train, True
+    except DatasetNotFoundError:
+        return *random_like(dataset).train, False
+
+
+class Ours:
+    """One estimator, trained a little further each time it is asked: seconds of training an epoch."""
+
+    def __init__(self, dataset: str, method: str, X, y, threads: int, tiny: bool, sampling: str) -> None:
+        B, S, epochs = SHAPES[dataset]
+        self.per_epoch = -(-len(y) // B)
+        steps = 3 if tiny else max(10, round(epochs * self.per_epoch))
+        self.clf = AugmentReduceClassifier(
+            preset="paper", batch_size=B, n_sampled_classes=S, max_iter=steps, warm_start=True, n_jobs=threads,
+            dtype="float32", random_state=0, class_sampling=sampling, **METHODS[method],
+        )  # fmt: skip
+        self.X, self.y = X, y
+        self.seconds()  # compiles
+
+    def seconds(self) -> float:
+        before = len(getattr(self.clf, "history_", {"seconds": []})["seconds"])
+        self.clf.fit(self.X, self.y)
+        history = self.clf.history_
+        start = (history["iteration"][before - 1], history["seconds"][before - 1]) if before else (0.0, 0.0)
+        steps = history["iteration"][-1] - start[0]
+        return (history["seconds"][-1] - start[1]) / steps * self.per_epoch
+
+
+def theirs(command: str, dataset: str, method: str) -> float:
+    said = subprocess.run(
+        command.format(dataset=dataset, method=method), shell=True, check=True, capture_output=True, text=True
+    ).stdout
+    return float(re.findall(r"[-+.\deE]+", said)[-1])
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--datasets", nargs="+", default=[name for name in SHAPES if name != "amazoncat-13k"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1])
+    parser.add_argument("--class-sampling", default="uniform")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--beside", help="another program, measured in between")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--save", action="store_true", help="append to results.csv")
+    options = parser.parse_args(arguments)
+    results = []
+    for dataset in options.datasets:
+        X, y, real = rows_of(dataset, options.tiny)
+        for method in options.methods:
+            ours = {n: Ours(dataset, method, X, y, n, options.tiny, options.class_sampling) for n in options.threads}
+            times: dict[str, list[float]] = {}
+            for _ in range(options.repeat):
+                for n, one in ours.items():
+                    times.setdefault(f"s per epoch, {n} thread{'s' * (n > 1)}", []).append(one.seconds())
+                if options.beside:
+                    times.setdefault("s per epoch, beside", []).append(theirs(options.beside, dataset, method))
+            if options.beside:
+                first = next(iter(times))
+                ratio = np.array(times["s per epoch, beside"]) / np.array(times[first])
+                times["beside / ours, 1st column"] = ratio.tolist()
+            case = f"{dataset} {method}{'' if real else ' (random rows of its shape)'}"
+            if options.class_sampling != "uniform":
+                case += f" {options.class_sampling}"
+            results += [row("epoch", case, quantity, values) for quantity, values in times.items()]
+    report(results, save=options.save)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What the benchmarks share: who measured (machine, versions), medians with spread, and the committed results.csv."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+RESULTS = Path(__file__).with_name("results.csv")
+COLUMNS = ("date", "benchmark", "case", "quantity", "p50", "p20", "p80", "runs", "machine", "versions")
+
+
+def machine() -> str:
+    """Processor and number of cores that this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def versions() -> str:
+    packages = ("augment-reduce", "torch", "numba", "numpy", "scikit-learn")
+    return " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+
+
+def row(benchmark: str, case: str, quantity: str, values: list[float]) -> dict[str, object]:
+    """One line of the results: median, 20th and 80th percentile of repeated measurements."""
+    p20, p50, p80 = np.percentile(values, [20, 50, 80])
+    return {
+        "date": datetime.date.today().isoformat(), "benchmark": benchmark, "case": case, "quantity": quantity,
+        "p50": f"{p50:.6g}", "p20": f"{p20:.6g}", "p80": f"{p80:.6g}", "runs": len(values),
+        "machine": machine(), "versions": versions(),
+    }  # fmt: skip
+
+
+def report(rows: list[dict[str, object]], *, save: bool) -> None:
+    """Print the rows as csv; with `save` append them to results.csv too."""
+    writer = csv.DictWriter(sys.stdout, COLUMNS[1:8], extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    if save:
+        new = not RESULTS.exists()
+        with open(RESULTS, "a", newline="") as file:
+            appended = csv.DictWriter(file, COLUMNS)
+            if new:
+                appended.writeheader()
+            appended.writerows(rows)
