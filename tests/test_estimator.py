@@ -247,6 +247,7 @@ BAD = [
     ({"dtype": "float16"}, "'float32' or 'float64'"),
     ({"validation_fraction": 1.0}, "validation_fraction in"),
     ({"device": "tpu"}, "device"),
+    ({"n_jobs": 0}, "n_jobs to be a whole number other than 0"),
 ]
 
 
@@ -272,6 +273,17 @@ def test_bad_data_is_refused():
         small().fit(X, np.zeros(len(y)))
     with pytest.raises(ValueError, match="NaN"):
         small().fit(X, np.where(y == 0, np.nan, y))
+    text = np.array(list("abcde"), dtype=object)[y]
+    text[7] = None
+    with pytest.raises(ValueError, match=r"1 of 150 are missing.*row 7"):
+        small().fit(X, text)
+    text[7] = 3
+    with pytest.raises(ValueError, match=r"mix text and numbers.*row 7 has 3"):
+        small().fit(X, text)
+    with pytest.raises(ValueError, match=r"largest is 4e\+30.*Scale the features"):
+        small().fit(np.full_like(X, 4e30, dtype=np.float32), y)
+    with pytest.raises(ValueError, match="Scale the features"):
+        small().fit(np.full_like(X, 1e200), y)
     with pytest.raises(ValueError, match="inconsistent"):
         small().fit(X, y[:-1])
     with pytest.raises(ValueError, match="zero"):
@@ -287,6 +299,11 @@ def test_bad_data_at_prediction_is_refused():
         clf.predict(X[:, :2])
     with pytest.raises(ValueError, match=r"1 of 150 rows.*row 4: y=.*77.*fit with them"):
         clf.log_likelihood(X, np.where(np.arange(len(y)) == 4, 77, y))
+    named = small().fit(X, np.array(list("abcde"))[y])
+    with pytest.raises(ValueError, match=r"150 of 150 rows.*row 0: y=\d\."):
+        named.log_likelihood(X, y)
+    with pytest.raises(ValueError, match=r"y='zz'"):
+        named.log_likelihood(X[:1], ["zz"])
     with pytest.raises(ValueError, match="k between 1"):
         clf.predict_topk(X, 6)
 
@@ -314,6 +331,11 @@ def test_importance_sampling_of_the_paper_agrees_with_quadrature():
     clf = small(model="probit").fit(X, y)
     assert clf.log_likelihood(X, y, integral="importance") == pytest.approx(clf.log_likelihood(X, y), abs=0.05)
     assert clf.log_likelihood(X, y, integral="importance") != clf.log_likelihood(X, y)
+
+
+def test_as_many_classes_as_rows_is_nothing_to_warn_about():
+    X, _ = rows(n=40)
+    assert len(small().fit(X, np.arange(40)).classes_) == 40
 
 
 def test_class_weight_is_sample_weight():

@@ -166,6 +166,11 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_old_file_whole(tmp_path):
     assert tensors["w"].sum() == 0
 
 
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere to write model"):
+        save_model(tmp_path / "nowhere" / "model", {}, {"w": torch.zeros(1)})
+
+
 def test_a_failing_save_leaves_nothing_behind(tmp_path, monkeypatch):
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")

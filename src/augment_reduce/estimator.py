@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from . import fitting, predict, saving
-from .defaults import Settings, Shape, check_memory, check_parameters, resolve
+from .defaults import Settings, Shape, resolve
+from .edge import check_labels, check_memory, check_parameters, check_scale
 from .fitting import threads
 from .kernels.rows import as_rows
 from .local import LocalStep
@@ -202,7 +204,10 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         X, y = validate_data(
             self, X, y, reset=reset, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True
         )
-        check_classification_targets(y)
+        check_labels(y)
+        with warnings.catch_warnings():  # many classes are what this is for
+            warnings.filterwarnings("ignore", "The number of unique classes is greater than 50%")
+            check_classification_targets(y)
         if sp.issparse(X) and not X.has_canonical_format:
             X = X.copy()  # the caller's matrix stays as it is
             X.sum_duplicates()
@@ -213,20 +218,25 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def _check_classes(self) -> None:
         if len(self.classes_) < 2:
             raise ValueError(
-                f"Expected at least two classes, found only one class: {self.classes_[0]!r}. "
+                f"Expected at least two classes, found only one class: {self.classes_.tolist()[0]!r}. "
                 "There is nothing to tell apart."
             )
 
     def _encode(self, y: np.ndarray) -> np.ndarray:
         """Labels to 0..K-1; an error that names the first label never seen."""
-        codes = np.searchsorted(self.classes_, y)
-        codes = np.minimum(codes, len(self.classes_) - 1)
+        if y.dtype.kind != self.classes_.dtype.kind and (y.dtype.kind in "OUS" or self.classes_.dtype.kind in "OUS"):
+            y = y.astype(object)
+        try:
+            codes = np.minimum(np.searchsorted(self.classes_, y), len(self.classes_) - 1)
+        except TypeError:  # text among numbers or the other way round: in no order, so in none of the classes
+            codes = np.zeros(len(y), dtype=np.int64)
         unseen = np.flatnonzero(self.classes_[codes] != y)
         if len(unseen):
-            row = unseen[0]
+            row = int(unseen[0])
+            label = y[row : row + 1].tolist()[0]
             raise ValueError(
                 f"Expected labels among the {len(self.classes_):,} classes seen in training, but {len(unseen)} of "
-                f"{len(y)} rows have others; first at row {row}: y={y[row]!r}. Drop those rows, or fit with them."
+                f"{len(y)} rows have others; first at row {row}: y={label!r}. Drop those rows, or fit with them."
             )
         return codes
 
@@ -247,6 +257,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         options = self.get_params(deep=False)
         shape = Shape(len(rows.active()), rows.X.n_features, len(self.classes_), rows.n_nonzero)
         settings = resolve(options, noise, shape, rows.torch_dtype)
+        check_scale(rows.X.values, shape, settings.dtype)
         if anew:
             bytes_needed = check_memory(settings, shape, self.early_stopping)
             seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))

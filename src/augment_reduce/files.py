@@ -36,6 +36,8 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
 
     The new bytes are on the disk before the name changes, so a crash at any moment leaves the old file or the new one.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {path.parent} to write {path.name} to; make it first.")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)
     temporary = Path(name)
@@ -104,7 +106,7 @@ def fingerprint(text: str, tensors: dict[str, Tensor]) -> str:
         tensor = tensors[name]
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

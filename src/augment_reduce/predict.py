@@ -49,6 +49,16 @@ def _scored_blocks(
         yield slice(start, stop), psi
 
 
+def _check_labels(labels: Tensor, n_classes: int) -> None:
+    bad = ((labels < 0) | (labels >= n_classes)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"Expected labels in [0, n_classes={n_classes}), but {len(bad)} of {len(labels)} rows are outside; first "
+            f"at row {row}: y={int(labels[row])}. Labels are 0-based positions of classes; encode them first."
+        )
+
+
 def log_likelihood(
     noise: Noise,
     scores_of: ScoresOf,
@@ -64,6 +74,7 @@ def log_likelihood(
     out = torch.empty(len(labels), dtype=torch.float64)
     if n_classes is None:
         n_classes = scores_of(0, 1).shape[1] if len(labels) else 1
+    _check_labels(labels, n_classes)
     for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
         out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
     return out.clamp_(max=0.0)  # a certain label may come out at +1e-14
@@ -80,6 +91,7 @@ def log_likelihood_importance(
     budget_bytes: int = BUDGET_BYTES,
 ) -> Tensor:
     """The paper's estimate of `log_likelihood` from draws of N(5, 5^2) (sec. 4), without its clipping: to compare."""
+    _check_labels(labels, n_classes)
     out = torch.empty(len(labels), dtype=torch.float64)
     for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
         y = labels[rows].to(psi.device, torch.int64)

@@ -50,7 +50,7 @@ class TrainingProgress:
 
     def say(self, message: str) -> None:
         if self.verbose > 0:
-            self.console.print(message, highlight=False)
+            self.console.print(message, highlight=False, soft_wrap=True)
 
     def advance(self, steps: int = 1) -> None:
         if self.moving:
@@ -76,4 +76,5 @@ class TrainingProgress:
                 f"iteration {iteration:,} of {self.total:,}  epoch {record['epoch']:.1f}  "
                 f"{record['seconds']:.1f} s  {status}",
                 highlight=False,
+                soft_wrap=True,
             )

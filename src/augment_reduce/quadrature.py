@@ -9,40 +9,38 @@ the top few or all K classes. Three layers, top to bottom:
 
     Crowd        G and its slope; many classes are interpolated from few scores, so that K drops out of the cost
     grid_for     nodes and weights: doubled trapezoid (smooth, log-concave noise) or adaptive panels (any noise)
-    log_...      what callers use: functions of scores psi (B, K) and labels (B,); all return float64
-
-Accuracy, float64, scores up to 1e3 apart: a log-likelihood errs by about 1e-10 plus the rounding 1e-16 |log p|.
+    log_...      what callers use: functions of scores psi (B, K) and labels (B,); all compute and return float64
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.polynomial import legendre
 from torch import Tensor
 
 from .noise import Gumbel, Noise
 
 CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
-BIN_WIDTH, DEGREE = (
-    2.0,
-    16,
-)  # Chebyshev interpolation of log Phi over bins of scores: error 2e-13 for the built-in noises
+BIN_WIDTHS, DEGREE = (2.0, 1.0, 0.5), 16  # of the interpolation of log Phi: widths to try, points in a bin
 DROP = 34.0  # an integrand is cut off where it is below e^-34 = 2e-15 of its peak
 FIRST_NODES, MAX_NODES = 16, 1 << 15  # the trapezoid starts with 16 intervals and doubles
 CONVERGED = 1e-8  # change of log P between J and 2J intervals; the error of 2J is then about its square
 PANEL_TOLERANCE = 1e-11  # error of one adaptive panel, relative to the whole integral
 
+# Chebyshev points on [-1, 1], and the matrix (j, p) from sums of the polynomials T_j to weights of the points p.
+_j, _angles = np.arange(DEGREE)[:, None], np.pi * (np.arange(DEGREE) + 0.5) / DEGREE
+POINTS, TO_POINTS = np.cos(_angles), np.where(_j > 0, 2.0, 1.0) / DEGREE * np.cos(_j * _angles)
+# Gauss-Legendre nodes and weights, and the weights of the 8-node rule on every other of those nodes.
+X, RULE = legendre.leggauss(15)
+COARSE_RULE = np.zeros_like(RULE)
+COARSE_RULE[::2] = np.linalg.solve(legendre.legvander(X[::2], 7).T, 2.0 * np.eye(8)[0])
+
 
 class Nodes(NamedTuple):
-    """Quadrature nodes of some rows: int f(v) e^{G(v)} dv ~ sum_q f(v_q) exp(log_weight_q).
-
-    - `rows` (b,), each once; `v` (b, Q); `log_weight` (b, Q): log of (G's exponential times the rule's weight).
-    """
+    """int f(v) e^{G(v)} dv ~ sum_q f(v_q) exp(log_weight_q), for some rows (b,), each once; v, log_weight (b, Q)."""
 
     rows: Tensor
     v: Tensor
@@ -52,59 +50,49 @@ class Nodes(NamedTuple):
 class Crowd:
     """All utilities of each row together: G(v) = sum_k log Phi(v - psi_k) is the log probability that none exceeds v.
 
-    As a function of psi, log Phi(v - psi) is smooth. So scores are put in bins of width 2, each with 16 Chebyshev
-    points, and every class is spread over the points of its bin with the weights of polynomial interpolation: G is
-    then a weighted sum over the M points `at`, whatever K is. `spread` goes back, from the points to the classes.
-    Kept to the classes themselves (at = psi) where that is no saving, or `noise` fails the test of `interpolates`.
+    As a function of psi, log Phi(v - psi) is smooth. So scores are put in bins with 16 Chebyshev points each, and
+    every class is spread over the points of its bin with the weights of polynomial interpolation: G is then a weighted
+    sum over the M points `at`, whatever K is. `spread` goes back, from values at the points to those of the classes.
+    Kept to the classes themselves (at = psi) where that is no saving, or no width serves this noise (`bin_width`).
     """
 
-    def __init__(self, noise: Noise, psi: Tensor, *, interpolate: bool) -> None:
+    def __init__(self, noise: Noise, psi: Tensor, width: float | None) -> None:
         self.noise, self.psi = noise, psi
         self.low, self.top = psi.amin(1), psi.amax(1)
-        self.n_bins = int(((self.top - self.low).max() / BIN_WIDTH).floor()) + 1
-        self.at, self.weight = psi, None
-        if interpolate and 2 * self.n_bins * DEGREE <= psi.shape[1]:
-            points, to_points = (torch.from_numpy(a).to(psi.device) for a in _chebyshev())
-            offset = torch.arange(self.n_bins, device=psi.device)[:, None] + (points + 1.0) / 2.0
-            self.at = self.low[:, None] + BIN_WIDTH * offset.flatten()
-            bins, polynomials = self._basis()
+        self.at, self.weight, self.width = psi, None, width or math.inf
+        self.n_bins = int((self.top - self.low).max() / self.width) + 1
+        if width and 2 * self.n_bins * DEGREE <= psi.shape[1]:
+            offset = psi.new_tensor(np.arange(self.n_bins)[:, None] + (POINTS + 1.0) / 2.0).flatten()
+            self.at = (self.low[:, None] + width * offset).minimum(self.top[:, None] + width)
             moments = psi.new_zeros(DEGREE, len(psi), self.n_bins)
-            for moment, polynomial in zip(moments, polynomials, strict=True):
+            for moment, (bins, polynomial) in zip(moments, self._basis(), strict=True):
                 moment.scatter_add_(1, bins, polynomial)
-            self.weight = (moments.permute(1, 2, 0) @ to_points).flatten(1)
+            self.weight = (moments.permute(1, 2, 0) @ psi.new_tensor(TO_POINTS)).flatten(1)
 
-    def _basis(self) -> tuple[Tensor, Iterator[Tensor]]:
-        """The bin of every class (B, K), and the Chebyshev polynomials T_0, T_1, ... at its place in that bin."""
-        place = (self.psi - self.low[:, None]) / BIN_WIDTH
+    def _basis(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its place in there."""
+        place = (self.psi - self.low[:, None]) / self.width
         bins = place.floor().clamp_(max=self.n_bins - 1).long()
         x = 2.0 * (place - bins) - 1.0
-
-        def polynomials() -> Iterator[Tensor]:
-            old, new = x, torch.ones_like(x)  # T_-1 = T_1
-            for _ in range(DEGREE):
-                yield new
-                old, new = new, 2.0 * x * new - old
-
-        return bins, polynomials()
+        old, new = x, torch.ones_like(x)  # T_-1 = T_1
+        for _ in range(DEGREE):
+            yield bins, new
+            old, new = new, 2.0 * x * new - old
 
     def spread(self, values: Tensor) -> Tensor:
         """Values at the points `at` (B, M) to the classes (B, K): polynomial interpolation in each bin."""
         if self.weight is None:
             return values
-        to_points = torch.from_numpy(_chebyshev()[1]).to(values.device)
-        coefficients = values.unflatten(1, (self.n_bins, DEGREE)) @ to_points.T
-        bins, polynomials = self._basis()
+        coefficients = values.unflatten(1, (self.n_bins, DEGREE)) @ values.new_tensor(TO_POINTS.T)
         total = torch.zeros_like(self.psi)
-        for j, polynomial in enumerate(polynomials):
-            total.addcmul_(coefficients[:, :, j].gather(1, bins), polynomial)
+        for coefficient, (bins, polynomial) in zip(coefficients.unbind(2), self._basis(), strict=True):
+            total.addcmul_(coefficient.gather(1, bins), polynomial)
         return total
 
     def log_below(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G(v) of `rows` (all by default) at v (b, Q)."""
         total = self._sum(self.noise.log_cdf, v, rows)
-        return torch.where(
-            total < 1.0, total.clamp(max=0.0), -math.inf
-        )  # inf - inf, from far out in the tail: no chance
+        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # the rest: inf - inf, far out in the tail
 
     def slope(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G'(v) >= 0, like `log_below`."""
@@ -115,10 +103,9 @@ class Crowd:
         at = self.at if rows is None else self.at[rows]
         weight = self.weight if rows is None or self.weight is None else self.weight[rows]
         out = torch.empty_like(v)
-        step = max(1, CHUNK // at.numel()) if at.numel() else 1
-        for q in range(0, v.shape[1], step):
-            terms = function(v[:, q : q + step, None] - at[:, None, :])
-            out[:, q : q + step] = terms.sum(-1) if weight is None else (terms @ weight[:, :, None])[:, :, 0]
+        for part in _chunks(v.shape[1], at.numel()):
+            terms = function(v[:, part, None] - at[:, None, :])
+            out[:, part] = terms.sum(-1) if weight is None else (terms @ weight[:, :, None])[:, :, 0]
         return out
 
     def log_integrand(self, v: Tensor, s: Tensor, log_below: Tensor) -> Tensor:
@@ -127,21 +114,21 @@ class Crowd:
         return torch.nan_to_num(log_ratio + log_below, nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
 
 
-@cache
-def _chebyshev() -> tuple[np.ndarray, np.ndarray]:
-    """Chebyshev points x_p on [-1, 1], and the matrix (j, p) that turns sums of T_j into weights of the points."""
-    angle = math.pi * (np.arange(DEGREE) + 0.5) / DEGREE
-    to_points = np.cos(np.arange(DEGREE)[:, None] * angle) * (2.0 / DEGREE)
-    to_points[0] /= 2.0
-    return np.cos(angle), to_points
+def _chunks(length: int, elements: int) -> Iterator[slice]:
+    """Slices of an axis, as long as arrays with `elements` for each place on it may be."""
+    step = max(1, CHUNK // max(1, elements))
+    return (slice(start, start + step) for start in range(0, length, step))
 
 
-def interpolates(noise: Noise, device: torch.device) -> bool:
-    """Whether log Phi of this noise is smooth enough for `Crowd` to interpolate it: tried out, not believed."""
-    psi = torch.linspace(0.0, 0.99 * BIN_WIDTH, 2 * DEGREE, dtype=torch.float64, device=device)[None]
-    v = torch.linspace(-40.0, 42.0, 821, dtype=torch.float64, device=device)[None]
-    rough, truth = (Crowd(noise, psi, interpolate=flag).log_below(v) for flag in (True, False))
-    return bool(((rough - truth).abs() <= 1e-12 * (1.0 + truth.abs())).all())  # NaN counts as no
+def bin_width(noise: Noise, device: torch.device) -> float | None:
+    """The widest bins over which `Crowd` interpolates log Phi of this noise to 1e-12: tried out, not believed."""
+    v = torch.linspace(-40.0, 42.0, 411, dtype=torch.float64, device=device)[None]
+    for width in BIN_WIDTHS:
+        psi = torch.linspace(0.0, 0.99 * width, 2 * DEGREE, dtype=torch.float64, device=device)[None]
+        rough, truth = Crowd(noise, psi, width).log_below(v), Crowd(noise, psi, None).log_below(v)
+        if ((rough - truth).abs() <= 1e-12 * (1.0 + truth.abs())).all():  # NaN counts as no
+            return width
+    return None
 
 
 def grid_for(crowd: Crowd, s: Tensor) -> list[Nodes]:
@@ -152,9 +139,7 @@ def grid_for(crowd: Crowd, s: Tensor) -> list[Nodes]:
 def _log_sum(crowd: Crowd, v: Tensor, log_weight: Tensor, s: Tensor) -> Tensor:
     """log P(s) on given nodes: v, log_weight (b, Q), s (b, C) -> (b, C)."""
     total = torch.full_like(s, -math.inf)
-    step = max(1, CHUNK // max(1, s.numel()))
-    for q in range(0, v.shape[1], step):
-        part = slice(q, q + step)
+    for part in _chunks(v.shape[1], s.numel()):
         terms = crowd.log_integrand(v[:, part, None], s[:, None, :], log_weight[:, part, None])
         total = torch.logaddexp(total, terms.logsumexp(1))
     return total
@@ -164,17 +149,19 @@ def _trapezoid(crowd: Crowd, s: Tensor) -> list[Nodes]:
     """Even nodes over the one interval that matters, doubled until log P settles.
 
     For an analytic integrand the error of this rule falls like e^{-c J}: each doubling squares it. Convergence is
-    watched at the score itself, or at nine scores over the range of `s`, which all other classes lie between.
+    watched at the score itself, or at nine scores over the range of `s`, which all other classes lie between. The
+    interval ends 64 times its length at the best score below that: there, a thousand down, no probability is left.
     """
     low, high = s.amin(1, keepdim=True), s.amax(1, keepdim=True)
     (lo, hi), watched = _support(crowd, high), high
     if s.shape[1] > 1:
-        lo, watched = _support(crowd, low)[0], low + (high - low) * torch.linspace(0.0, 1.0, 9).to(s)
-    groups, rows, n = [], torch.arange(len(s), device=s.device), FIRST_NODES
+        least, lowest = hi - 64.0 * (hi - lo), _support(crowd, low)[0]
+        lo, low = lowest.maximum(least), torch.where(lowest < least, least + (hi - lo), low)
+        watched = low + (high - low) * torch.linspace(0.0, 1.0, 9).to(s)
+    groups, rows, n, change = [], torch.arange(len(s), device=s.device), FIRST_NODES, torch.full_like(lo, math.inf)
     v = lo + (hi - lo) * torch.arange(n + 1, device=s.device) / n
     below = crowd.log_below(v)
     total = _log_sum(crowd, v, below, watched) + torch.log((hi - lo) / n)
-    change = torch.full_like(lo, math.inf)
     while len(rows):
         between = lo + (hi - lo) * (torch.arange(n, device=s.device) + 0.5) / n
         below_between = crowd.log_below(between, rows)
@@ -201,10 +188,14 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
         own = crowd.noise.dlog_prob(v - s) - crowd.noise.dlog_cdf(v - s)
         return torch.nan_to_num(own + crowd.slope(v), nan=1e300, posinf=1e300, neginf=-1e300)
 
-    top = crowd.top[:, None]
-    a, slope_a = _walk(slope, torch.minimum(s, top) - 1.0, -1.0)
-    b, slope_b = _walk(slope, top + 4.0, 1.0)
-    mode = a
+    top, sign = crowd.top[:, None], torch.tensor([-1.0, 1.0], dtype=s.dtype, device=s.device)
+    v = torch.cat([torch.minimum(s, top) - 1.0, top + 4.0], 1)
+    for step in range(100):  # until the slopes at both ends point inwards
+        slopes = slope(v)
+        if not (outwards := slopes * sign > 0.0).any():
+            break
+        v = torch.where(outwards, v + sign * 2.0**step, v)
+    (a, b), (slope_a, slope_b) = v.split(1, 1), slopes.split(1, 1)
     for step in range(100):
         mode = a + (b - a) * (slope_a / (slope_a - slope_b))
         mode = torch.where((mode >= a) & (mode <= b) & (step % 3 < 2), mode, 0.5 * (a + b))
@@ -214,7 +205,7 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
         left = here > 0.0
         slope_a, slope_b = torch.where(left, here, 0.5 * slope_a), torch.where(left, 0.5 * slope_b, here)
         a, b = torch.where(left, mode, a), torch.where(left, b, mode)
-    peak, sign = crowd.log_integrand(mode, s, crowd.log_below(mode)), torch.tensor([-1.0, 1.0], device=s.device)
+    peak = crowd.log_integrand(mode, s, crowd.log_below(mode))
     distance = torch.full_like(mode, 6.0).expand(-1, 2)
     inner, outer = torch.zeros_like(distance), torch.full_like(distance, math.inf)
     for _ in range(100):
@@ -231,132 +222,97 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
     return mode - distance[:, :1], mode + distance[:, 1:]
 
 
-def _walk(slope: Callable[[Tensor], Tensor], v: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """From v (B, 1), in steps 1, 2, 4, ... to the side `sign`, until the slope there points back."""
-    here, step = slope(v), sign
-    for _ in range(100):
-        wrong = here * sign > 0.0
-        if not wrong.any():
-            break
-        v, step = torch.where(wrong, v + step, v), 2.0 * step
-        here = slope(v)
-    return v, here
-
-
-class _Panels(NamedTuple):
-    """Stretches of v with 15 nodes each: n of them, any number for a row."""
-
-    rows: Tensor
-    ends: Tensor  # (n, 2)
-    v: Tensor  # (n, 15)
-    log_weight: Tensor  # (n, 15), as in Nodes
-    log_sum: Tensor  # (n,) log of the integral over the panel, of all watched scores together
-    log_error: Tensor  # (n,)
-
-
 def _panels(crowd: Crowd, s: Tensor) -> Nodes:
     """Any noise: panels of 15 Gauss-Legendre nodes, halved until each is good to PANEL_TOLERANCE of the whole.
 
-    What is watched is the sum over the scores s. The first panels end at the 64 largest scores, where kinks are, and
-    1/4, 2, 16, ... 7e13 to both sides of the winner and of the largest s, so that heavy tails and second bumps are met.
+    What is watched is the sum over the scores s. The first panels end at the 12 largest scores, where kinks are, and 2
+    beside them, where a second bump may be; and 0.5, 16, ... 2e13 to both sides of the winner and of the largest s.
     """
-    ladder = 0.25 * 8.0 ** torch.arange(17, dtype=s.dtype, device=s.device)
-    centres = torch.stack([s.amax(1), crowd.top], 1)[:, :, None]
-    kinks = crowd.psi.topk(min(64, crowd.psi.shape[1]), dim=1).values
-    edges = torch.cat([kinks, (centres + ladder).flatten(1), (centres - ladder).flatten(1)], 1).sort(1).values
+    ladder = 0.5 * 32.0 ** torch.arange(10, dtype=s.dtype, device=s.device)
+    steps = torch.stack([s.amax(1), crowd.top], 1)[:, :, None] + torch.cat([-ladder, ladder])
+    kinks = crowd.psi.topk(min(12, crowd.psi.shape[1]), dim=1).values
+    edges = torch.cat([steps.flatten(1), kinks - 2.0, kinks, kinks + 2.0], 1).sort(1).values
     ends = torch.stack([edges[:, :-1], edges[:, 1:]], 2)
     rows, panel = (ends[:, :, 1] > ends[:, :, 0]).nonzero(as_tuple=True)
     kept = _measure(crowd, s, rows, ends[rows, panel])
     while True:
-        peak = s.new_full((len(s),), -1e300).scatter_reduce_(0, kept.rows, kept.log_sum, "amax")
-        whole = torch.zeros_like(peak).index_add_(0, kept.rows, torch.exp(kept.log_sum - peak[kept.rows]))
-        bad = kept.log_error > (torch.log(whole) + peak + math.log(PANEL_TOLERANCE))[kept.rows]
+        rows, ends, v, log_weight, log_sum, log_error = kept
+        peak = s.new_full((len(s),), -1e300).scatter_reduce_(0, rows, log_sum, "amax")
+        whole = torch.zeros_like(peak).index_add_(0, rows, torch.exp(log_sum - peak[rows]))
+        bad = log_error > (torch.log(whole) + peak + math.log(PANEL_TOLERANCE))[rows]
         if not bad.any():
-            return _padded(crowd, kept)
-        a, b = kept.ends[bad].unbind(1)
-        halves = torch.cat([torch.stack([a, 0.5 * (a + b)], 1), torch.stack([0.5 * (a + b), b], 1)])
-        new = _measure(crowd, s, kept.rows[bad].repeat(2), halves)
-        kept = _Panels(*(torch.cat([old[~bad], more]) for old, more in zip(kept, new, strict=True)))
+            return _padded(crowd, rows, v, log_weight)
+        a, b = ends[bad].unbind(1)
+        halves = torch.stack([torch.cat([a, 0.5 * (a + b)]), torch.cat([0.5 * (a + b), b])], 1)
+        new = _measure(crowd, s, rows[bad].repeat(2), halves)
+        kept = [torch.cat([old[~bad], more]) for old, more in zip(kept, new, strict=True)]
 
 
-def _measure(crowd: Crowd, s: Tensor, rows: Tensor, ends: Tensor) -> _Panels:
-    """Integrate over the panels `ends` (n, 2), and say how far off that may be.
+def _measure(crowd: Crowd, s: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
+    """n panels: their rows (n,), ends (n, 2), nodes v and log_weight (n, 15), log integral (n,) and its log error (n,).
 
     Two signs of error: the 8-node rule on every other node disagrees; or, where the log integrand jumps by more than
     10 next to its largest node, a peak may hide there. (If log-concave, that peak is no higher than the jump.)
     """
-    x, rule, coarse_rule = (torch.from_numpy(a).to(s.device) for a in _gauss_rules())
+    x, rule, coarse_rule = s.new_tensor(X), s.new_tensor(RULE), s.new_tensor(COARSE_RULE)
     half = 0.5 * (ends[:, 1:] - ends[:, :1])
     v = ends[:, :1] + half * (1.0 + x)
     log_weight, log_f = torch.empty_like(v), torch.empty_like(v)
-    step = max(1, CHUNK // (len(x) * max(crowd.at.shape[1], s.shape[1])))
-    for part in (slice(p, p + step) for p in range(0, len(rows), step)):
+    for part in _chunks(len(rows), len(x) * max(crowd.at.shape[1], s.shape[1])):
         log_weight[part] = crowd.log_below(v[part], rows[part]) + torch.log(half[part])
-        log_f[part] = crowd.log_integrand(
-            v[part, :, None], s[rows[part], None, :], log_weight[part, :, None]
-        ).logsumexp(-1)
+        each = crowd.log_integrand(v[part, :, None], s[rows[part], None, :], log_weight[part, :, None])
+        log_f[part] = each.logsumexp(-1)
     peak, best = log_f.max(1, keepdim=True)
     f = torch.exp(log_f - peak.clamp(min=-1e300))
-    log_error = torch.log((f @ (rule - coarse_rule)).abs())
     jumps = torch.nn.functional.pad(log_f.diff(dim=1).abs().nan_to_num(0.0, posinf=math.inf), (1, 1))
     jump = torch.maximum(jumps.gather(1, best), jumps.gather(1, best + 1))[:, 0]
-    log_error = peak[:, 0] + torch.where(jump > 10.0, jump, log_error)
+    log_error = peak[:, 0] + torch.where(jump > 10.0, jump, torch.log((f @ (rule - coarse_rule)).abs()))
     log_error[half[:, 0] < 1e-14 * (1.0 + v.abs().amax(1))] = -math.inf  # as narrow as float64 can tell apart
-    return _Panels(rows, ends, v, log_weight + torch.log(rule), torch.log(f @ rule) + peak[:, 0], log_error)
+    return [rows, ends, v, log_weight + torch.log(rule), torch.log(f @ rule) + peak[:, 0], log_error]
 
 
-@cache
-def _gauss_rules() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Nodes on [-1, 1], the weights of 15-node Gauss-Legendre, and those of the 8-node rule on every other node."""
-    x, rule = np.polynomial.legendre.leggauss(15)
-    coarse_rule = np.zeros_like(rule)
-    coarse_rule[::2] = np.linalg.solve(np.polynomial.legendre.legvander(x[::2], 7).T, [2.0] + [0.0] * 7)
-    return x, rule, coarse_rule
-
-
-def _padded(crowd: Crowd, panels: _Panels) -> Nodes:
+def _padded(crowd: Crowd, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
     """All panels of a row side by side; nodes of weight zero fill the shorter rows."""
-    order = panels.rows.argsort(stable=True)
-    counts = panels.rows.bincount(minlength=len(crowd.psi))
-    first = counts.cumsum(0) - counts
-    rows, place = panels.rows[order], torch.arange(len(order), device=order.device)
-    v = crowd.top[:, None, None].repeat(1, int(counts.max()), panels.v.shape[1])
-    log_weight = torch.full_like(v, -math.inf)
-    v[rows, place - first[rows]] = panels.v[order]
-    log_weight[rows, place - first[rows]] = panels.log_weight[order]
-    return Nodes(torch.arange(len(v), device=v.device), v.flatten(1), log_weight.flatten(1))
+    order = rows.argsort(stable=True)
+    rows, counts = rows[order], rows.bincount(minlength=len(crowd.psi))
+    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    all_v = crowd.top[:, None, None].repeat(1, int(counts.max()), v.shape[1])
+    all_log_weight = torch.full_like(all_v, -math.inf)
+    all_v[rows, place], all_log_weight[rows, place] = v[order], log_weight[order]
+    return Nodes(torch.arange(len(all_v), device=rows.device), all_v.flatten(1), all_log_weight.flatten(1))
 
 
 def _crowds(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, Crowd]]:
-    """Blocks of rows small enough for memory; float64 from here on."""
-    if psi.ndim != 2 or psi.shape[1] < 1:
-        raise ValueError(f"Expected scores psi of shape (rows, classes), but found {tuple(psi.shape)}.")
-    interpolate = psi.shape[1] >= 2 * DEGREE and interpolates(noise, psi.device)
-    step = max(1, CHUNK // max(512, psi.shape[1]))
-    for block in (slice(start, min(start + step, len(psi))) for start in range(0, len(psi), step)):
-        scores = psi[block].double()
-        if not scores.isfinite().all():
-            row = block.start + int(scores.isfinite().all(1).logical_not().nonzero()[0])
-            raise ValueError(
-                f"Expected finite scores psi, but row {row} holds NaN or infinity: the weights have diverged or the "
-                "input has such a value. Lower the learning rate, add a prior, or check the features of that row."
-            )
-        yield block, Crowd(noise, scores, interpolate=interpolate)
+    """The rows in blocks that bound the memory; float64 from here on."""
+    width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
+    for block in _chunks(len(psi), max(512, psi.shape[1])):  # 512: room for the nodes where classes are few
+        yield block, Crowd(noise, psi[block].double(), width)
+
+
+def _check(psi: Tensor, classes: Tensor) -> None:
+    finite, inside = psi.isfinite().all(1), ((classes >= 0) & (classes < psi.shape[1])).all(1)
+    if not inside.all():
+        row = int((~inside).nonzero()[0])
+        raise ValueError(
+            f"Expected labels in [0, n_classes={psi.shape[1]}), but found {classes[row].tolist()} at row {row}. "
+            "Labels are 0-based positions in classes_; encode them first."
+        )
+    if not finite.all():
+        raise ValueError(
+            f"Expected finite scores psi, but row {int((~finite).nonzero()[0])} holds NaN or infinity: the features of "
+            "that row do, or the weights have diverged. Check the row; lower the learning rate or add a prior."
+        )
 
 
 @torch.no_grad()
-def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor) -> Tensor:
-    """log p(k | psi) of a few classes k of each row: psi (B, K), classes (B, C) -> (B, C). Eq. (5), or (1) for softmax.
+def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor, *, closed_form: bool = True) -> Tensor:
+    """log p(k | psi), eq. (5), of some classes k of each row: psi (B, K), classes (B, C) -> (B, C), in one grid a row.
 
-    One class: right to 1e-10 + 1e-16 |log p|, however small p is. Several share a grid: see `log_proba`.
+    Softmax has eq. (1) instead of an integral, unless `closed_form=False`. Accuracy as `log_proba` says.
     """
-    _check_classes(psi, classes)
-    if type(noise) is Gumbel:
+    _check(psi, classes)
+    if closed_form and type(noise) is Gumbel:
         return psi.double().gather(1, classes) - psi.double().logsumexp(1, keepdim=True)
-    return _by_quadrature(noise, psi, classes)
-
-
-def _by_quadrature(noise: Noise, psi: Tensor, classes: Tensor) -> Tensor:
     out = torch.empty(classes.shape, dtype=torch.float64, device=psi.device)
     for block, crowd in _crowds(noise, psi):
         s = crowd.psi.gather(1, classes[block])
@@ -365,16 +321,9 @@ def _by_quadrature(noise: Noise, psi: Tensor, classes: Tensor) -> Tensor:
     return out
 
 
-def log_likelihood(noise: Noise, psi: Tensor, labels: Tensor) -> Tensor:
-    """log p(y | psi), eq. (5) (softmax: eq. (1) in closed form): psi (B, K), labels (B,) -> (B,). Natural logs, no floor."""
-    return log_proba_of(noise, psi, labels[:, None])[:, 0]
-
-
-@torch.no_grad()
-def log_likelihood_by_quadrature(noise: Noise, psi: Tensor, labels: Tensor) -> Tensor:
-    """`log_likelihood` without the short cut for softmax: eq. (5) as an integral for every noise."""
-    _check_classes(psi, labels[:, None])
-    return _by_quadrature(noise, psi, labels[:, None])[:, 0]
+def log_likelihood(noise: Noise, psi: Tensor, labels: Tensor, *, closed_form: bool = True) -> Tensor:
+    """log p(y | psi), eq. (5), (B,): right to 1e-10 + 1e-15 |log p|, however small; no floor; `closed_form`: above."""
+    return log_proba_of(noise, psi, labels[:, None], closed_form=closed_form)[:, 0]
 
 
 @torch.no_grad()
@@ -384,8 +333,8 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
     d log p / d psi_k = -E[r(v - psi_k)] for k != y, with E over v's density r(v - psi_y) e^{G(v)} / p; the label's
     gradient is minus the sum of the others', since only differences of scores matter. Softmax: [k = y] - softmax_k.
     """
-    _check_classes(psi, labels[:, None])
     label = labels[:, None]
+    _check(psi, label)
     if type(noise) is Gumbel:
         log_p = psi.double().log_softmax(1)
         return log_p.gather(1, label)[:, 0], (-log_p.exp()).scatter_add_(1, label, torch.ones_like(log_p[:, :1]))
@@ -397,13 +346,11 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
             log_f = crowd.log_integrand(v, s[rows], log_weight)
             value[block][rows] = log_p = log_f.logsumexp(1)
             density = torch.exp(log_f - log_p[:, None])
-            v = torch.where(
-                density > 0.0, v, v.gather(1, density.argmax(1, keepdim=True))
-            )  # there r may be inf: no 0 * inf
-            for q in range(0, v.shape[1], step := max(1, CHUNK // max(1, crowd.at[rows].numel()))):
-                ratio = crowd.noise.dlog_cdf(v[:, q : q + step, None] - crowd.at[rows, None, :])
-                pull[rows] += (density[:, None, q : q + step] @ ratio)[:, 0]
-        others = crowd.spread(pull).scatter_(1, label[block], 0.0)
+            v = torch.where(density > 0.0, v, v.gather(1, density.argmax(1, keepdim=True)))  # no 0 * inf below
+            for part in _chunks(v.shape[1], len(rows) * crowd.at.shape[1]):
+                ratio = noise.dlog_cdf(v[:, part, None] - crowd.at[rows, None, :])
+                pull[rows] += (density[:, None, part] @ ratio)[:, 0]
+        others = crowd.spread(pull).scatter(1, label[block], 0.0)
         grad[block] = (-others).scatter_(1, label[block], others.sum(1, keepdim=True))
     return value, grad
 
@@ -412,10 +359,11 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
 def log_proba(noise: Noise, psi: Tensor) -> Tensor:
     """log p(k | psi) of all classes, not renormalised: (B, K) -> (B, K). One grid a row: O(K J), never O(K^2).
 
-    Smooth log-concave noise: every log p_k above -690 (p_k > 1e-300) is right to 1e-9; below that it is a rough lower
-    value (for one label's exact log p, ask `log_likelihood`). Any other noise: every p_k is right to about 1e-10, so
-    a p_k below that has the right order at best. The probabilities of a row sum to 1 within 1e-8 by themselves.
+    A row's probabilities sum to 1 within 1e-8 by themselves. Smooth log-concave noise: every log p_k is right to
+    1e-9 + 1e-15 |log p_k|, and too low for scores thousands below the best. Any other noise: every p_k is right to
+    1e-10, so that the log of a smaller one has the right order at best: for a label's ask `log_likelihood`.
     """
+    _check(psi, psi.new_zeros(len(psi), 1))
     if type(noise) is Gumbel:
         return psi.double().log_softmax(1)
     out = torch.empty(psi.shape, dtype=torch.float64, device=psi.device)
@@ -438,30 +386,15 @@ def log_likelihood_importance(
     mean: float = 5.0,
     std: float = 5.0,
 ) -> Tensor:
-    """The paper's estimate of eq. (5) (sec. 4): the mean of phi(eps) prod_{k != y} Phi(eps - gap_k) / N(eps; mean, std^2)
-    over draws eps of that Gaussian, then its log, (B,); no clipping. exp of it is unbiased; the log is low by half its
-    relative variance.
-    """
-    _check_classes(psi, labels[:, None])
+    """The paper's estimate of eq. (5) (sec. 4), (B,): the log of the mean, over draws eps of N(mean, std^2), of
+    phi(eps) prod_{k != y} Phi(eps - gap_k) / N(eps; mean, std^2). No clipping. Its exponential is unbiased."""
+    _check(psi, labels[:, None])
     out = torch.empty(len(psi), dtype=torch.float64, device=psi.device)
     for block, crowd in _crowds(noise, psi):
-        shape = (len(crowd.psi), n_samples)
-        u = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).to(psi.device)
         s = crowd.psi.gather(1, labels[block, None])
+        u = torch.randn(len(s), n_samples, generator=generator, dtype=s.dtype, device=generator.device).to(s.device)
         v = s + mean + std * u
         log_f = crowd.log_integrand(v, s, crowd.log_below(v))
         log_proposal = -0.5 * u * u - math.log(std * math.sqrt(2.0 * math.pi))
         out[block] = (log_f - log_proposal).logsumexp(1) - math.log(n_samples)
     return out
-
-
-def _check_classes(psi: Tensor, classes: Tensor) -> None:
-    if classes.shape[:1] != psi.shape[:1]:
-        raise ValueError(f"Expected one label for each row of psi {tuple(psi.shape)}, but found {len(classes)} labels.")
-    bad = ((classes < 0) | (classes >= psi.shape[1])).any(1).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(
-            f"Expected labels in [0, n_classes={psi.shape[1]}), but {len(bad)} of {len(classes)} rows are outside; first "
-            f"at row {row}: {classes[row].tolist()}. Labels are 0-based positions in classes_; encode them first."
-        )

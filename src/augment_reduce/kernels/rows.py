@@ -7,6 +7,7 @@ of `X` through a memory map or from read-only memory; nothing here writes to the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -63,7 +64,7 @@ class DenseRows:
 Rows = SparseRows | DenseRows
 
 
-def as_rows(X: np.ndarray | sp.spmatrix | sp.sparray) -> Rows:
+def as_rows(X: Any) -> Rows:
     """Wrap a dense array or a CSR matrix without copying it."""
     if sp.issparse(X):
         csr = X if X.format == "csr" else X.tocsr()
