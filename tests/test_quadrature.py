@@ -170,7 +170,7 @@ def test_noise_with_a_jump_and_without_a_lower_tail():
     assert found == pytest.approx([-4.0 - math.log(2.0), -math.log(2.0)], rel=0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("psi", SCORES, ids=len)
+@pytest.mark.parametrize("psi", SCORES[:2], ids=len)
 @each_noise(NOISES)
 def test_gradient_agrees_with_mpmath(noise, psi):
     y = len(psi) - 1

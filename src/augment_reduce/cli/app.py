@@ -1,0 +1,314 @@
+"""The commands as they are typed, and what happens when something goes wrong.
+
+What they do is in `commands` and `demo`, imported only when a command runs: `--help` loads neither torch nor
+scikit-learn. A new command is one function under `@app.command` and `@explained`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from .._version import __version__
+from . import options as opt
+from . import show
+
+if TYPE_CHECKING:
+    from .reading import Reading
+
+Command = TypeVar("Command", bound=Callable[..., None])
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+STDOUT = Path("-")
+
+app = typer.Typer(
+    name="augment-reduce",
+    help="Softmax, multinomial probit and multinomial logistic for very many classes, at a cost that does not grow "
+    "with their number.\n\nThree commands make a round: [bold]fit[/] learns from a file of labelled rows and writes a "
+    "model, [bold]evaluate[/] says how good it is on other rows, [bold]predict[/] names the most probable classes of "
+    "new ones. [bold]demo[/] shows it all in about a minute, on data that come with the package.",
+    epilog="Exit codes: 0 done, 1 failed while running, 2 wrong usage or bad input, 130 interrupted.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"augment-reduce {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which release this is.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+# ---- errors ----
+
+
+def explained(command: Command) -> Command:
+    """Turn what goes wrong in a command into one paragraph on standard error and an exit code."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except KeyboardInterrupt:
+            _stop("Interrupted; nothing was written.", INTERRUPTED)
+        except Exception as error:
+            if kwargs.get("debug"):
+                traceback.print_exc()
+            _stop(*_explanation(error))
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _explanation(error: Exception) -> tuple[str, int]:
+    """What to say, and the exit code: 2 where the input is to blame, 1 where running failed."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}."
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
+        return text, BAD_INPUT
+    if isinstance(error, MemoryError):
+        return text or "Out of memory.", FAILED
+    if isinstance(error, FloatingPointError | OSError):
+        return text, FAILED
+    return f"{type(error).__name__}: {text} This is not expected; --debug shows where it happened.", FAILED
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    show.error(message)
+    raise typer.Exit(code)
+
+
+# ---- commands ----
+
+
+@app.command(rich_help_panel="Commands")
+@explained
+def fit(
+    data: opt.Data,
+    output: opt.OutputModel,
+    format: opt.Format = opt.Formats.auto,
+    label_column: opt.LabelColumn = None,
+    ignore_column: opt.IgnoreColumn = None,
+    zero_based: opt.ZeroBased = None,
+    reduction: opt.Reduction = None,
+    label_names: opt.LabelNames = None,
+    min_count: opt.MinCount = 1,
+    model: opt.Model = None,
+    method: opt.Method = None,
+    prior_variance: opt.PriorVariance = None,
+    class_weight: opt.ClassWeight = None,
+    preset: opt.Preset = None,
+    n_sampled_classes: opt.NSampledClasses = None,
+    class_sampling: opt.ClassSampling = None,
+    batch_size: opt.BatchSize = None,
+    optimizer: opt.Optimizer = None,
+    learning_rate: opt.LearningRate = None,
+    n_jobs: opt.NJobs = None,
+    seed: opt.Seed = 0,
+    resume: opt.Resume = None,
+    max_epochs: opt.MaxEpochs = None,
+    max_iter: opt.MaxIter = None,
+    early_stopping: opt.EarlyStopping = None,
+    validation_fraction: opt.ValidationFraction = None,
+    json_output: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Learn from a file of labelled rows, and write a model.
+
+    Nothing but the two files is needed: every setting left out is chosen from the shape of the data, and shown before
+    training starts. While it trains you see the [bold]bound[/], a lower bound on the log likelihood of an example: it
+    goes up, and you see how far it is below the log likelihood itself.
+
+    [bold]Example[/]: each row has a set of labels; make every pair an example, drop labels seen fewer than 5 times.
+
+    [cyan]augment-reduce fit train.txt.gz -o model.safetensors --reduction all --min-count 5[/]
+    """
+    from .commands import fit_file
+
+    parameters = {
+        "model": model, "method": method, "prior_variance": prior_variance, "class_weight": class_weight,
+        "preset": preset, "n_sampled_classes": n_sampled_classes, "class_sampling": class_sampling,
+        "batch_size": batch_size, "optimizer": optimizer, "learning_rate": learning_rate, "n_jobs": n_jobs,
+        "random_state": seed, "max_epochs": max_epochs, "max_iter": max_iter, "early_stopping": early_stopping,
+        "validation_fraction": validation_fraction, "verbose": 0 if quiet else 1,
+    }  # fmt: skip
+    plain = {name: str(value) if isinstance(value, str) else value for name, value in parameters.items()}
+    reading = _reading(format, label_column, ignore_column, zero_based, reduction, label_names)
+    summary = fit_file(data, output, reading, plain, resume=resume, min_count=min_count)
+    if json_output:
+        show.as_json(summary)
+    else:
+        show.fit_summary(summary)
+
+
+@app.command(rich_help_panel="Commands")
+@explained
+def predict(
+    model: opt.ModelFile,
+    data: opt.Data,
+    top: Annotated[
+        int, typer.Option("--top", "-k", min=1, help="How many classes a row.", rich_help_panel=opt.OUTPUT)
+    ] = 5,
+    output: opt.OutputTable = STDOUT,
+    layout: opt.Layout = None,
+    json_output: opt.Json = False,
+    format: opt.Format = opt.Formats.auto,
+    label_column: opt.LabelColumn = None,
+    ignore_column: opt.IgnoreColumn = None,
+    zero_based: opt.ZeroBased = None,
+    n_jobs: opt.NJobs = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Name the most probable classes of every row, with their probabilities.
+
+    Labels in the file, if it has any, are not looked at. Rows are counted from 0. Probabilities are exact for every
+    model: they are of all classes, not only of those shown.
+
+    [bold]Example[/]: the three best classes of each row, for a spreadsheet.
+
+    [cyan]augment-reduce predict model.safetensors new.txt.gz --top 3 -o predictions.csv[/]
+    """
+    from .commands import check_output, load_for_prediction, predict_blocks
+    from .reading import read_file
+
+    chosen = _layout(layout, output, json_output)
+    if output != STDOUT:
+        check_output(output, [data, model])
+    loaded = load_for_prediction(model, n_jobs)
+    reading = _reading(format, label_column, ignore_column, zero_based, None, None)
+    X = read_file(data, reading, loaded, need_labels=False).found.X
+    blocks = predict_blocks(loaded, X, min(top, len(loaded.classes_)))
+    with _opened(output) as stream:
+        show.predictions(stream, blocks, chosen)
+
+
+@app.command(rich_help_panel="Commands")
+@explained
+def evaluate(
+    model: opt.ModelFile,
+    data: opt.Data,
+    format: opt.Format = opt.Formats.auto,
+    label_column: opt.LabelColumn = None,
+    ignore_column: opt.IgnoreColumn = None,
+    zero_based: opt.ZeroBased = None,
+    reduction: opt.Reduction = None,
+    label_names: opt.LabelNames = None,
+    skip_unseen: Annotated[
+        bool,
+        typer.Option(
+            "--skip-unseen",
+            help="Leave out examples whose label the model has never seen, and count them.",
+            rich_help_panel=opt.FILES,
+        ),
+    ] = False,
+    n_jobs: opt.NJobs = None,
+    json_output: opt.Json = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Say how good a model is on labelled rows that it has not seen.
+
+    Log likelihood (mean log probability of the right label, exact), perplexity and accuracy are over examples.
+    Precision at k is over rows, against all labels of a row: the share of right ones among the k most probable.
+
+    [bold]Example[/]: sets of labels, some of them too rare to have been learned.
+
+    [cyan]augment-reduce evaluate model.safetensors test.txt.gz --reduction all --skip-unseen[/]
+    """
+    from .commands import evaluate_file
+
+    reading = _reading(format, label_column, ignore_column, zero_based, reduction, label_names)
+    result = evaluate_file(model, data, reading, skip_unseen=skip_unseen, n_jobs=n_jobs)
+    if json_output:
+        show.as_json(result)
+    else:
+        show.evaluation(result)
+
+
+@app.command(rich_help_panel="Commands")
+@explained
+def demo(
+    output_dir: Annotated[
+        Path, typer.Option(help="A folder for the model and the picture.", rich_help_panel=opt.OUTPUT)
+    ] = Path("demo-output"),
+    seed: opt.Seed = 0,
+    n_jobs: opt.NJobs = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few hundred classes, a few seconds.", rich_help_panel=opt.TRAINING)
+    ] = False,
+    debug: opt.Debug = False,
+) -> None:
+    """What will this package depend on? The whole round on real data, in about a minute.
+
+    Learns from 41,172 Debian packages which of 5,694 others each one needs, judging by its name, description, section
+    and maintainer; then says how good it is, draws the bound and the likelihood over time, and predicts for a few.
+
+    [bold]Example[/]:
+
+    [cyan]augment-reduce demo --output-dir demo-output[/]
+    """
+    from ..demo import run
+
+    run(output_dir, seed=seed, n_jobs=n_jobs, quick=quick)
+
+
+# ---- what the commands share ----
+
+
+def _reading(
+    format: opt.Formats, label_column: str | None, ignore_column: Sequence[str] | None, zero_based: bool | None,
+    reduction: opt.Reductions | None, label_names: Path | None,
+) -> Reading:  # fmt: skip
+    from .reading import Reading
+
+    return Reading(
+        format.value, label_column, tuple(ignore_column or ()), zero_based,
+        None if reduction is None else reduction.value, label_names,
+    )  # fmt: skip
+
+
+def _layout(layout: opt.Layouts | None, output: Path, json_output: bool) -> str:
+    if json_output:
+        if layout not in (None, opt.Layouts.json):
+            raise ValueError(f"--json and --layout {layout} contradict each other; give one of them.")
+        return "json"
+    if layout is not None:
+        return layout.value
+    return {".csv": "csv", ".jsonl": "jsonl", ".json": "json"}.get(output.suffix.lower(), "text")
+
+
+@contextlib.contextmanager
+def _opened(output: Path) -> Iterator[IO[str]]:
+    """Standard output, or a file that appears under its name only when it is whole."""
+    if output == STDOUT:
+        yield sys.stdout
+        return
+    from ..files import replaced_atomically
+
+    with replaced_atomically(output) as temporary, open(temporary, "w", encoding="utf-8", newline="") as stream:
+        yield stream
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of the command `augment-reduce`."""
+    app(args=arguments, prog_name="augment-reduce")

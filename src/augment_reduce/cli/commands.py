@@ -1,0 +1,215 @@
+"""What the commands do, apart from how they are typed and shown: files in, a model file or numbers out.
+
+Imported only when a command runs, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from ..data import DataFileError
+from ..estimator import AugmentReduceClassifier
+from ..metrics import class_codes, perplexity, precision_at
+from .reading import FileRows, Reading, feature_names, read_file
+
+PRECISION_AT = (1, 3, 5)
+PREDICT_BLOCK = 4096  # rows predicted between two writes
+RESUME_MAY_CHANGE = ("max_iter", "max_epochs", "learning_rate", "n_jobs")
+
+
+# ---- fit ----
+
+
+def check_output(output: Path, inputs: Sequence[Path]) -> None:
+    """Refuse a place that cannot be written, before any work is done."""
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder; name a file in it, such as {output / 'model.safetensors'}.")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {output.parent} to write {output.name} into. Make it first.")
+    if any(output.exists() and given.exists() and output.samefile(given) for given in inputs):
+        raise ValueError(f"{output} is also the data file; writing would destroy it. Choose another --output.")
+    try:
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise PermissionError(f"Cannot write into {output.parent.absolute()}: {error.strerror}.") from error
+
+
+def fit_file(
+    data: Path, output: Path, reading: Reading, parameters: dict[str, Any], *, resume: Path | None, min_count: int
+) -> dict[str, Any]:
+    """Fit to the examples of a file, or go on with a saved model, and write the model. Returns the summary."""
+    check_output(output, [data])
+    model = _new_model(parameters) if resume is None else _resumed_model(resume, parameters)
+    source = read_file(data, reading, None if resume is None else model)
+    rows, y, n_rare = _frequent(source, min_count)
+    if resume is not None:
+        _check_same_rows(model, data, len(y))
+    started = time.perf_counter()
+    with _known_names_unchecked():
+        model.fit(source.features(rows), y)
+    seconds = time.perf_counter() - started
+    if resume is None and (names := feature_names(source.found)) is not None:
+        model.feature_names_in_ = np.asarray(names, dtype=object)
+    model.save(output)
+    return _summary(model, output, len(y), seconds) | {"dropped_rare": n_rare}
+
+
+def _new_model(parameters: dict[str, Any]) -> AugmentReduceClassifier:
+    given = {name: value for name, value in parameters.items() if value is not None}
+    model = AugmentReduceClassifier(**given)
+    model._checked_noise()  # nonsense is refused before a large file is read
+    return model
+
+
+def _resumed_model(path: Path, parameters: dict[str, Any]) -> AugmentReduceClassifier:
+    """The saved model, ready to go on; only how long, how fast and how loud may change."""
+    model = AugmentReduceClassifier.load(path)
+    own = model.get_params(deep=False)
+    quiet_ones = ("verbose", "random_state")
+    for name, value in parameters.items():
+        if value is not None and name not in (*RESUME_MAY_CHANGE, *quiet_ones) and value != own[name]:
+            allowed = ", ".join("--" + name.replace("_", "-") for name in RESUME_MAY_CHANGE)
+            raise ValueError(
+                f"--resume goes on with the settings of {path}, which has {name}={own[name]!r}; {name}={value!r} "
+                f"would be another model. Leave it out, or fit anew. What may change: {allowed}."
+            )
+    changes = {name: parameters[name] for name in RESUME_MAY_CHANGE if parameters.get(name) is not None}
+    if "max_iter" in changes or "max_epochs" in changes:
+        changes = {"max_iter": None, "max_epochs": None} | changes
+    return model.set_params(warm_start=True, verbose=parameters["verbose"], **changes)
+
+
+def _check_same_rows(model: AugmentReduceClassifier, data: Path, n_rows: int) -> None:
+    """Every row of training has its own q; on other rows they would be wrong."""
+    known = {len(values) for values in model._fitted.local.values()}
+    if known and known != {n_rows}:
+        raise DataFileError(
+            data,
+            expected=f"the {known.pop():,} examples that the model was trained on",
+            found=f"{n_rows:,}",
+            advice="--resume goes on with the same data; give the same file, --reduction and --min-count.",
+        )
+
+
+def _frequent(source: FileRows, min_count: int) -> tuple[npt.NDArray[np.intp], np.ndarray, int]:
+    """The examples whose label occurs at least `min_count` times, and how many others there were."""
+    if min_count <= 1:
+        return source.rows, source.y, 0
+    _, codes, counts = np.unique(source.y, return_inverse=True, return_counts=True)
+    kept = counts[codes] >= min_count
+    if not kept.any():
+        raise ValueError(
+            f"Expected labels with at least {min_count} examples (--min-count), but the most frequent of "
+            f"{len(counts):,} has {counts.max(initial=0)}. Lower --min-count."
+        )
+    return source.rows[kept], source.y[kept], int((~kept).sum())
+
+
+@contextlib.contextmanager
+def _known_names_unchecked() -> Iterator[None]:
+    """The names were checked while reading; scikit-learn would warn that a plain array has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="X does not have valid feature names")
+        yield
+
+
+def _summary(model: AugmentReduceClassifier, output: Path, n_examples: int, seconds: float) -> dict[str, Any]:
+    history = model.history_
+    bound, gap = _last(history["bound"]), _last(history["bound_gap"])
+    return {
+        "model": str(output),
+        "examples": n_examples,
+        "features": model.n_features_in_,
+        "classes": len(model.classes_),
+        "iterations": model.n_iter_,
+        "epochs": _last(history["epoch"]),
+        "seconds": seconds,
+        "bound": bound,
+        "bound_gap": gap,
+        "validation_log_likelihood": _last(history["validation_log_likelihood"]),
+        "stopped_early": model._fitted.run.stopped_early,
+        "bytes": output.stat().st_size,
+    }
+
+
+def _last(values: np.ndarray) -> float | None:
+    """The newest entry that was measured."""
+    measured = values[~np.isnan(values)]
+    return float(measured[-1]) if len(measured) else None
+
+
+# ---- predict and evaluate ----
+
+
+def load_for_prediction(path: Path, n_jobs: int | None) -> AugmentReduceClassifier:
+    model = AugmentReduceClassifier.load(path)
+    return model if n_jobs is None else model.set_params(n_jobs=n_jobs)
+
+
+def predict_blocks(
+    model: AugmentReduceClassifier, X: Any, top: int
+) -> Iterator[tuple[int, np.ndarray, npt.NDArray[np.floating]]]:
+    """(first row, classes, probabilities), a block of rows at a time, best class first."""
+    for start in range(0, X.shape[0], PREDICT_BLOCK):
+        with _known_names_unchecked():
+            classes, probabilities = model.predict_topk(X[start : start + PREDICT_BLOCK], top)
+        yield start, classes, probabilities
+
+
+def evaluate_file(
+    model_path: Path, data: Path, reading: Reading, *, skip_unseen: bool, n_jobs: int | None
+) -> dict[str, Any]:
+    """Log likelihood and accuracy over the examples, precision at k over the rows they come from."""
+    model = load_for_prediction(model_path, n_jobs)
+    source = read_file(data, reading, model)
+    codes = class_codes(source.y, model.classes_)
+    seen = codes >= 0
+    if not seen.all() and not skip_unseen:
+        at = int(np.flatnonzero(~seen)[0])
+        raise ValueError(
+            f"{data}: {int((~seen).sum()):,} of {len(seen):,} examples have a label that the model has never seen; the "
+            f"first is {source.y[at].item()!r}, in row {source.rows[at]}. They have no probability under this model. "
+            "Pass --skip-unseen to leave them out and count them, or fit on data that has these labels."
+        )
+    if not seen.any():
+        raise ValueError(
+            f"{data}: none of the {len(seen):,} examples has a label that the model knows. Is it the right file?"
+        )
+    rows, example_row = np.unique(source.rows[seen], return_inverse=True)
+    X, codes = source.features(rows), codes[seen]
+    with _known_names_unchecked():
+        log_likelihood = model.log_likelihood(source.features(source.rows[seen]), model.classes_[codes])
+    k_max = min(max(PRECISION_AT), len(model.classes_))
+    top = class_codes(np.concatenate([classes for _, classes, _ in predict_blocks(model, X, k_max)]), model.classes_)
+    return {
+        "model": str(model_path),
+        "data": str(data),
+        "rows": len(rows),
+        "examples": len(codes),
+        "log_likelihood": log_likelihood,
+        "perplexity": perplexity(log_likelihood),
+        "accuracy": float((top[example_row, 0] == codes).mean()),
+        "precision_at": {str(k): p for k, p in precision_at(top, _relevant(source, rows, model), PRECISION_AT).items()},
+        "skipped_unseen": int((~seen).sum()),
+        "classes": len(model.classes_),
+    }
+
+
+def _relevant(source: FileRows, rows: npt.NDArray[np.intp], model: AugmentReduceClassifier) -> sparse.csr_matrix:
+    """(len(rows), K) boolean: the classes that are right for each of the rows."""
+    codes = class_codes(source.pair_y, model.classes_)
+    at = np.searchsorted(rows, source.pair_rows).clip(max=len(rows) - 1)
+    known = (codes >= 0) & (rows[at] == source.pair_rows)
+    shape = (len(rows), len(model.classes_))
+    return sparse.csr_matrix((np.ones(int(known.sum()), bool), (at[known], codes[known])), shape=shape)

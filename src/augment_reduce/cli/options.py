@@ -1,0 +1,287 @@
+"""The options of the command line, each with its help, defined once and shared by the commands.
+
+The choices repeat names that are defined beside torch code (`METHODS`, `OPTIMIZERS`, `SAMPLERS`, `FORMATS`), so that
+`--help` need not import it; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+FILES, MODEL, TRAINING, STOPPING, OUTPUT = "Data", "Model", "Training", "When to stop", "Output"
+SHAPE = "[dim]Default: chosen from the shape of the data.[/dim]"
+
+
+class Models(StrEnum):
+    softmax = "softmax"
+    probit = "probit"
+    logistic = "logistic"
+
+
+class Methods(StrEnum):
+    augment_reduce = "augment-reduce"
+    one_vs_each = "one-vs-each"
+    sampled_softmax = "sampled-softmax"
+    exact = "exact"
+
+
+class Presets(StrEnum):
+    paper = "paper"
+    paper_text = "paper-text"
+
+
+class Samplings(StrEnum):
+    auto = "auto"
+    uniform = "uniform"
+    uniform_shared = "uniform-shared"
+    frequency = "frequency"
+    frequency_shared = "frequency-shared"
+
+
+class Optimizers(StrEnum):
+    section4 = "section4"
+    adagrad = "adagrad"
+    rowwise_adagrad = "rowwise-adagrad"
+    adam = "adam"
+
+
+class ClassWeights(StrEnum):
+    balanced = "balanced"
+
+
+class Formats(StrEnum):
+    auto = "auto"
+    svmlight = "svmlight"
+    xml = "xml"
+    npz = "npz"
+    csv = "csv"
+
+
+class Reductions(StrEnum):
+    first = "first"
+    all = "all"
+
+
+class Layouts(StrEnum):
+    text = "text"
+    csv = "csv"
+    jsonl = "jsonl"
+    json = "json"
+
+
+# ---- files ----
+
+Data = Annotated[
+    Path,
+    typer.Argument(metavar="DATA", help="Rows: svmlight, XML repository, npz or csv; gzip or not.", show_default=False),
+]
+ModelFile = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="A model file written by [bold]augment-reduce fit[/].", show_default=False),
+]
+Format = Annotated[Formats, typer.Option(help="Of the data file; [bold]auto[/] looks into it.", rich_help_panel=FILES)]
+LabelColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="csv: the column with the label, by name or position (0 is the first, -1 the last). "
+        "[dim]Default: the last one; with a model, the one that is not a feature.[/dim]",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+IgnoreColumn = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="csv: a column to leave out; may be repeated.", show_default=False, rich_help_panel=FILES
+    ),
+]
+ZeroBased = Annotated[
+    bool | None,
+    typer.Option(
+        "--zero-based/--one-based",
+        help="svmlight: features are counted from 0, or from 1. [dim]Default: from 1 unless a 0 occurs; "
+        "with a model, as they were in its training file.[/dim]",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+Reduction = Annotated[
+    Reductions | None,
+    typer.Option(
+        help="For rows with sets of labels. [bold]first[/]: the lowest label of each row. "
+        "[bold]all[/]: every (row, label) pair is an example.",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+LabelNames = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Names for label numbers, one a line: line i names label i - 1. The model then speaks in names.",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+MinCount = Annotated[int, typer.Option(min=1, help="Drop labels with fewer examples than this.", rich_help_panel=FILES)]
+
+# ---- model ----
+
+Model = Annotated[
+    Models | None,
+    typer.Option(
+        help="The noise of the utilities: Gumbel, Gaussian or logistic. [dim]Default: softmax.[/dim]",
+        show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
+Method = Annotated[
+    Methods | None,
+    typer.Option(
+        help="What is maximised. one-vs-each and sampled-softmax are for the softmax only; exact costs O(classes) a "
+        "row. [dim]Default: augment-reduce.[/dim]",
+        show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
+PriorVariance = Annotated[
+    float | None,
+    typer.Option(
+        help="Variance of a Gaussian prior on the weights; the smaller, the stronger. "
+        "[dim]Default: no prior (maximum likelihood).[/dim]",
+        show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
+ClassWeight = Annotated[
+    ClassWeights | None,
+    typer.Option(
+        help="[bold]balanced[/]: rare classes weigh as much as frequent ones. "
+        "[dim]Default: every example weighs the same.[/dim]",
+        show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
+
+# ---- training ----
+
+Preset = Annotated[
+    Presets | None,
+    typer.Option(
+        help="[bold]paper[/]: the authors' code as they ran it; [bold]paper-text[/]: the paper to the letter. "
+        "[dim]Default: our own choices.[/dim]",
+        show_default=False,
+        rich_help_panel=TRAINING,
+    ),
+]
+NSampledClasses = Annotated[
+    int | None,
+    typer.Option(
+        help="How many classes stand for all the others in a step: more is less noise, and slower. " + SHAPE,
+        show_default=False,
+        rich_help_panel=TRAINING,
+    ),
+]
+ClassSampling = Annotated[
+    Samplings | None,
+    typer.Option(
+        help="Uniform or by frequency; for each row, or [bold]-shared[/] by the minibatch (faster). "
+        "[dim]Default: auto, chosen from the number of classes.[/dim]",
+        show_default=False,
+        rich_help_panel=TRAINING,
+    ),
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Rows a step. " + SHAPE, show_default=False, rich_help_panel=TRAINING)
+]
+Optimizer = Annotated[
+    Optimizers | None,
+    typer.Option(
+        help="rowwise-adagrad needs half the memory; section4 is the paper's. [dim]Default: adagrad.[/dim]",
+        show_default=False,
+        rich_help_panel=TRAINING,
+    ),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Step size. [dim]Default: the optimizer's own.[/dim]", show_default=False, rich_help_panel=TRAINING
+    ),
+]
+NJobs = Annotated[
+    int | None,
+    typer.Option(help="Threads. [dim]Default: all cores.[/dim]", show_default=False, rich_help_panel=TRAINING),
+]
+Seed = Annotated[int, typer.Option(help="Same seed, same result.", min=0, max=2**32 - 1, rich_help_panel=TRAINING)]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Go on training this model on the same data, for as long again.",
+        show_default=False,
+        rich_help_panel=TRAINING,
+    ),
+]
+
+# ---- when to stop ----
+
+MaxEpochs = Annotated[
+    float | None, typer.Option(help="Passes over the data. " + SHAPE, show_default=False, rich_help_panel=STOPPING)
+]
+MaxIter = Annotated[
+    int | None,
+    typer.Option(help="Steps, instead of passes.", show_default=False, rich_help_panel=STOPPING),
+]
+EarlyStopping = Annotated[
+    bool | None,
+    typer.Option(
+        "--early-stopping",
+        help="Hold out some examples, stop when their log likelihood no longer rises, and keep the best weights.",
+        show_default=False,
+        rich_help_panel=STOPPING,
+    ),
+]
+ValidationFraction = Annotated[
+    float | None,
+    typer.Option(
+        help="The share that --early-stopping holds out. [dim]Default: 0.1.[/dim]",
+        show_default=False,
+        rich_help_panel=STOPPING,
+    ),
+]
+
+# ---- output ----
+
+OutputModel = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="MODEL", help="Where the model goes; an old file is replaced only if all goes well.",
+        show_default=False, rich_help_panel=OUTPUT,
+    ),
+]  # fmt: skip
+OutputTable = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Where the predictions go; - is the screen.", rich_help_panel=OUTPUT
+    ),
+]
+Layout = Annotated[
+    Layouts | None,
+    typer.Option(
+        help="text for people, csv (row, rank, class, probability), jsonl (an object a row) or json. "
+        "[dim]Default: from the name of the output file, else text.[/dim]",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="One JSON object on standard output, and nothing else there.", rich_help_panel=OUTPUT),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=OUTPUT)]

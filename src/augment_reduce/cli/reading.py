@@ -1,0 +1,163 @@
+"""Data files as the commands read them: rows, examples, and with a model the features as it knows them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..data import DataFileError, LabelledRows, MultiLabelRows, all_pairs, detect_format, read_rows, reduce_labels
+from ..data.files import line_blocks, read_names
+from ..estimator import AugmentReduceClassifier
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a data file is to be read; None is: find out."""
+
+    format: str = "auto"
+    label_column: str | None = None
+    ignore_columns: Sequence[str] = ()
+    zero_based: bool | None = None
+    reduction: str | None = None
+    label_names: Path | None = None
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of a file, and its examples: example i is row `rows[i]` with label `y[i]`.
+
+    `pair_rows`, `pair_y` are all (row, label) pairs of the file: the examples, unless a reduction left some out.
+    """
+
+    found: LabelledRows
+    rows: npt.NDArray[np.intp]
+    y: np.ndarray
+    pair_rows: npt.NDArray[np.intp]
+    pair_y: np.ndarray
+
+    def features(self, rows: npt.NDArray[np.intp]) -> Any:
+        """The features of those rows; the file's own matrix, not a copy, where that is all of them in order."""
+        X = self.found.X
+        return X if np.array_equal(rows, np.arange(X.shape[0])) else X[rows]
+
+
+def read_file(
+    path: Path, reading: Reading, model: AugmentReduceClassifier | None = None, *, need_labels: bool = True
+) -> FileRows:
+    """Read a data file; with a model, so that features mean what they meant in training."""
+    format = detect_format(path) if reading.format == "auto" else reading.format
+    columns = _csv_columns(path, reading, model, need_labels) if format == "csv" else {}
+    found = read_rows(
+        path,
+        format,
+        n_features=None if model is None else model.n_features_in_,
+        zero_based=_zero_based(reading, model),
+        need_labels=need_labels and reading.reduction is None,
+        **columns,
+    )
+    if format == "csv" and model is not None:
+        found = _in_model_order(found, model)
+    nothing = np.empty(0, dtype=np.intp)
+    if not need_labels:
+        return FileRows(found, nothing, nothing, nothing, nothing)
+    if found.labels is None:
+        if found.y is None:
+            raise DataFileError(path, expected="a label on every row", found="none", advice="Labels are needed here.")
+        rows, y = np.arange(found.n_rows), _named(path, found.y, found, reading)
+        return FileRows(found, rows, y, rows, y)
+    sets = MultiLabelRows(found.X, found.labels)
+    pairs = all_pairs(sets)
+    chosen = pairs if reading.reduction in (None, "all") else reduce_labels(sets, reading.reduction)
+    y, pair_y = (_named(path, examples.y, found, reading) for examples in (chosen, pairs))
+    return FileRows(found, chosen.rows, y, pairs.rows, pair_y)
+
+
+def _named(path: Path, y: np.ndarray, found: LabelledRows, reading: Reading) -> np.ndarray:
+    """Label numbers as names, where the file or --label-names gives names."""
+    names = found.class_names if reading.label_names is None else read_names(reading.label_names)
+    if names is None:
+        return y
+    if y.dtype.kind not in "iu" or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(names)):
+        highest = f"labels up to {y.max()}" if len(y) and y.dtype.kind in "iu" else "other labels"
+        raise DataFileError(
+            path,
+            expected=f"label numbers from 0 to {len(names) - 1:,}, one for each of the {len(names):,} names",
+            found=highest,
+            advice="Line i of --label-names names label i - 1.",
+        )
+    return np.asarray(names)[y]
+
+
+def _zero_based(reading: Reading, model: AugmentReduceClassifier | None) -> Any:
+    """As the user says; without a model found out; with one as in its training file, see `feature_names`."""
+    if reading.zero_based is not None or model is None:
+        return "auto" if reading.zero_based is None else reading.zero_based
+    names = getattr(model, "feature_names_in_", None)
+    return names is not None and str(names[0]) == "0"
+
+
+def feature_names(found: LabelledRows) -> Sequence[str] | None:
+    """What the model is to remember of the features: the columns of a csv file; svmlight indices if they count from 0.
+
+    A test file may lack feature 0, so it cannot be trusted to tell; counting from 1 is the rule, and needs no names.
+    """
+    if found.zero_based and found.n_features:
+        return [str(i) for i in range(found.n_features)]
+    return found.feature_names
+
+
+def _csv_columns(
+    path: Path, reading: Reading, model: AugmentReduceClassifier | None, need_labels: bool
+) -> dict[str, Any]:
+    """Which column holds the label and which are left out: with a model, all that it has not been trained on."""
+    label = -1 if reading.label_column is None else reading.label_column
+    if model is None:
+        return {"label_column": label, "ignore_columns": reading.ignore_columns}
+    header = _csv_header(path)
+    known = getattr(model, "feature_names_in_", None)
+    if known is None:  # trained on a file without names: the columns must simply be as many
+        bare = not need_labels and reading.label_column is None and len(header) == model.n_features_in_
+        return {"label_column": None if bare else label, "ignore_columns": reading.ignore_columns}
+    missing = [name for name in known if name not in header]
+    if missing:
+        raise DataFileError(
+            path,
+            line=1,
+            expected=f"the {len(known)} feature columns that the model was trained on",
+            found=f"no column {', '.join(map(repr, missing[:5]))}{' …' if len(missing) > 5 else ''}",
+            advice="Give the same columns as in training, in any order.",
+        )
+    others = [name for name in header if name not in set(known)]
+    if not need_labels:
+        return {"label_column": None, "ignore_columns": others}
+    if reading.label_column is None:
+        if len(others) != 1:
+            raise DataFileError(
+                path,
+                line=1,
+                expected="one column beside the model's features, the label",
+                found=f"{len(others)}: {', '.join(map(repr, others[:5]))}" if others else "none",
+                advice="Name it with --label-column.",
+            )
+        label = others[0]
+    return {"label_column": label, "ignore_columns": [name for name in others if name != label]}
+
+
+def _csv_header(path: Path) -> list[str]:
+    _, block = next(line_blocks(path), (1, b""))
+    line = block.partition(b"\n")[0].decode("utf-8", errors="replace")
+    return [name.strip() for name in next(csv.reader([line], delimiter=max(",;\t", key=line.count)), [])]
+
+
+def _in_model_order(found: LabelledRows, model: AugmentReduceClassifier) -> LabelledRows:
+    known = getattr(model, "feature_names_in_", None)
+    if known is None or found.feature_names is None or list(known) == list(found.feature_names):
+        return found
+    at = {name: i for i, name in enumerate(found.feature_names)}
+    return LabelledRows(found.X[:, [at[name] for name in known]], found.y, found.format, feature_names=list(known))

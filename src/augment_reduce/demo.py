@@ -1,0 +1,283 @@
+"""The demo: what will this package depend on?
+
+Debian's packages say which others they need. From 41,172 of them the model learns which of 5,694 a package will depend
+on, judging by its name, one-line description, section, maintainer, architecture and tags; every (package, dependency)
+pair is an example. The data come with augment-reduce (data/debian_deps).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .data import MultiLabelRows, all_pairs, frequent_labels, keep_labels, load_dataset
+from .estimator import AugmentReduceClassifier
+from .figures import ORANGE, Curve, bound_and_exact, draw_curves
+from .metrics import class_codes, perplexity, precision_at
+
+# Everything that decides how the demo trains, chosen on a tenth of the training packages held out; the test packages
+# were not looked at.
+FIT: dict[str, Any] = {
+    "model": "softmax",
+    "class_sampling": "frequency-shared",
+    "n_sampled_classes": 500,
+    "batch_size": 512,
+    "optimizer": "adagrad",
+    "learning_rate": 0.3,
+}
+EPOCHS = 8
+MIN_COUNT = 5  # dependencies named by fewer training packages are left out
+
+QUICK_EVERY, QUICK_EPOCHS = 20, 3  # --quick: one training package in twenty
+TEST_SAMPLE = 4000  # test pairs looked at after each epoch, for the picture; the numbers at the end are over all
+TOP = 6
+
+SHOWCASE = (  # picked for variety, before any prediction was seen
+    ("xfce4-settings", "a graphical tool of the Xfce desktop"),
+    ("python3-opencv", "Python bindings for the computer vision library"),
+    ("r-cran-mcmc", "Markov chain Monte Carlo for R"),
+    ("libnet-amazon-s3-perl", "a Perl interface to Amazon's storage service"),
+    ("eog-plugin-map", "a map plugin of GNOME's image viewer"),
+    ("ruby-openid-connect", "an OpenID client and server library in Ruby"),
+)
+
+
+@dataclass(frozen=True)
+class DemoData:
+    """Training and test packages with the dependencies that occur often enough, and how many test packages had none."""
+
+    train: MultiLabelRows
+    test: MultiLabelRows
+    n_test_left_out: int
+
+    @property
+    def class_names(self) -> np.ndarray:
+        return np.asarray(self.train.label_names)
+
+
+def run(output_dir: Path, *, seed: int = 0, n_jobs: int | None = None, quick: bool = False) -> dict[str, Any]:
+    """The whole demo; what it prints is also returned, as numbers."""
+    from .cli.commands import check_output
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    model_path, picture_path = output_dir / "model.safetensors", output_dir / "bound.png"
+    check_output(model_path, [])
+    console = Console(highlight=False)
+    data = load_packages(quick)
+    say_what_it_is(console, data)
+    model, on_test = train(data, console, seed=seed, n_jobs=n_jobs, epochs=QUICK_EPOCHS if quick else EPOCHS)
+    results = evaluate(model, data)
+    say_how_good(console, model, data, results)
+    say_predictions(console, model, data)
+    draw(picture_path, model, on_test, data)
+    model.save(model_path)
+    say_how_to_go_on(console, model_path, picture_path)
+    return results
+
+
+# ---- data ----
+
+
+def load_packages(quick: bool) -> DemoData:
+    loaded = load_dataset("debian-deps", download=False)
+    train, test = loaded.train.original, loaded.test.original if loaded.test else None
+    assert train is not None  # debian-deps has both parts, with sets of labels
+    assert test is not None
+    if quick:
+        train = train.take(np.arange(0, train.n_rows, QUICK_EVERY))
+    frequent, kept = frequent_labels(train, MIN_COUNT)
+    known = keep_labels(test, kept)
+    return DemoData(frequent, known, test.n_rows - known.n_rows)
+
+
+def features_of(rows: MultiLabelRows, row: int) -> dict[str, list[str]]:
+    """The features of one package by kind: n name parts, w words, s section, m maintainer, a architecture, t tags."""
+    found: dict[str, list[str]] = {}
+    for j in rows.X.indices[rows.X.indptr[row] : rows.X.indptr[row + 1]]:
+        kind, _, value = (rows.feature_names or [])[j].partition("=")
+        found.setdefault(kind, []).append(value)
+    return found
+
+
+def name_parts(name: str) -> set[str]:
+    """A package's name as the data have it: its runs of at least two letters."""
+    return set(re.findall(r"[a-z]{2,}", name.lower()))
+
+
+def find_package(rows: MultiLabelRows, name: str) -> int | None:
+    """The row of a package, by the parts of its name; None unless exactly one row has just these."""
+    names = np.asarray(rows.feature_names)
+    of_name = np.flatnonzero(np.char.startswith(names, "n="))
+    wanted = {f"n={part}" for part in name_parts(name)} & set(names[of_name])
+    columns = rows.X[:, of_name].astype(bool)
+    with_all = np.asarray(columns[:, np.isin(names[of_name], list(wanted))].sum(axis=1)).ravel() == len(wanted)
+    without_more = np.asarray(columns.sum(axis=1)).ravel() == len(wanted)
+    found = np.flatnonzero(with_all & without_more)
+    return int(found[0]) if len(found) == 1 and wanted else None
+
+
+# ---- training and evaluation ----
+
+
+def train(
+    data: DemoData, console: Console, *, seed: int, n_jobs: int | None, epochs: int
+) -> tuple[AugmentReduceClassifier, Curve]:
+    """Fit epoch by epoch, with a look at some test pairs in between, for the picture: nothing is chosen by them."""
+    pairs, test_pairs = all_pairs(data.train), all_pairs(data.test)
+    names = data.class_names
+    X, y = pairs.X, names[pairs.y]
+    looked_at = np.random.default_rng(seed).permutation(len(test_pairs))[:TEST_SAMPLE]
+    X_test, y_test = data.test.X[test_pairs.rows[looked_at]], names[test_pairs.y[looked_at]]
+
+    model = AugmentReduceClassifier(**FIT, max_epochs=1, warm_start=True, random_state=seed, n_jobs=n_jobs)
+    seconds: list[float] = []
+    on_test: list[float] = []
+    console.print(f"\nTraining: {', '.join(f'{k} {v}' for k, v in FIT.items())}.", style="dim")
+    with _progress(epochs) as bar:
+        task = bar.add_task("starting", total=epochs)
+        for epoch in range(1, epochs + 1):
+            model.fit(X, y)
+            history = model.history_
+            seconds.append(float(history["seconds"][-1]))
+            on_test.append(model.log_likelihood(X_test, y_test))
+            bound = history["bound"][-1]
+            status = f"epoch {epoch} of {epochs}   bound {bound:.3f}   exact {bound + history['bound_gap'][-1]:.3f}"
+            bar.update(task, advance=1, description=f"{status}   test {on_test[-1]:.3f}")
+            if not bar.console.is_terminal:
+                bar.console.print(f"{status}   test {on_test[-1]:.3f}   {seconds[-1]:.0f} s")
+    return model, Curve("exact log likelihood, test", seconds, on_test, ORANGE, marker="o")
+
+
+def _progress(epochs: int) -> Progress:
+    console = Console(stderr=True, highlight=False)
+    columns = (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def evaluate(model: AugmentReduceClassifier, data: DemoData) -> dict[str, Any]:
+    """Over all test pairs and packages; the dependencies of a package are all those that the model could name."""
+    started = time.perf_counter()
+    pairs = all_pairs(data.test)
+    top = class_codes(model.predict_topk(data.test.X, 5)[0], data.class_names)
+    history = model.history_
+    return {
+        "test_log_likelihood": model.log_likelihood(pairs.X, data.class_names[pairs.y]),
+        "precision_at": precision_at(top, data.test.labels, (1, 5)),
+        "bound": float(history["bound"][-1]),
+        "bound_gap": float(history["bound_gap"][-1]),
+        "training_seconds": float(history["seconds"][-1]),
+        "evaluation_seconds": time.perf_counter() - started,
+        "classes": len(model.classes_),
+    }
+
+
+def draw(path: Path, model: AugmentReduceClassifier, on_test: Curve, data: DemoData) -> None:
+    exact, bound = bound_and_exact(model.history_)
+    draw_curves(
+        path,
+        [exact, bound, on_test],
+        title="The bound rises to the log likelihood it stands for",
+        subtitle=f"which of {len(model.classes_):,} packages will a Debian package depend on; "
+        f"{FIT['n_sampled_classes']} classes sampled a step",
+        y_label="log likelihood of a (package, dependency) pair, nats",
+        shade=(exact.name, bound.name),
+    )
+
+
+# ---- words ----
+
+
+def say_what_it_is(console: Console, data: DemoData) -> None:
+    n_pairs, uniform = data.train.labels.nnz, np.log(data.train.n_labels)
+    console.print("[bold]What will this package depend on?[/]\n")
+    console.print(
+        f"{data.train.n_rows:,} Debian packages, each with the packages it needs: {n_pairs:,} pairs to learn from, "
+        f"{data.train.n_labels:,} classes (packages that at least {MIN_COUNT} others need), {data.train.n_features:,} "
+        "features (parts of the name, words of the description, section, maintainer, tags). "
+        f"Guessing blindly has a log likelihood of {-uniform:.2f} a pair."
+    )
+
+
+def say_how_good(console: Console, model: AugmentReduceClassifier, data: DemoData, results: dict[str, Any]) -> None:
+    p, ll = results["precision_at"], results["test_log_likelihood"]
+    exact = results["bound"] + results["bound_gap"]
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(style="dim")
+    grid.add_row(
+        "test log likelihood", f"{ll:.3f}", f"exact, a pair; as unsure as a fair choice among {perplexity(ll):,.0f}"
+    )
+    grid.add_row("precision at 1", f"{p[1]:.3f}", "the first guess is a dependency")
+    grid.add_row(
+        "precision at 5",
+        f"{p[5]:.3f}",
+        f"of five guesses; {best_precision(data.test, 5):.3f} would be perfect",
+    )
+    grid.add_row("bound", f"{results['bound']:.3f}", "on the training pairs, what was maximised")
+    grid.add_row(
+        "exact log likelihood", f"{exact:.3f}", f"on the training pairs, {results['bound_gap']:.3f} above the bound"
+    )
+    grid.add_row(
+        "seconds", f"{results['training_seconds']:.0f}", f"to train, {results['evaluation_seconds']:.0f} to evaluate"
+    )
+    console.print()
+    console.print(grid)
+    console.print(
+        f"\nOver {data.test.n_rows:,} packages not seen in training ({data.n_test_left_out:,} more need only rarer ones).",
+        style="dim",
+    )
+
+
+def best_precision(rows: MultiLabelRows, k: int) -> float:
+    """P@k of an oracle: rows with fewer than k labels cannot have k hits."""
+    return float(np.minimum(rows.labels_per_row, k).mean() / k)
+
+
+def say_predictions(console: Console, model: AugmentReduceClassifier, data: DemoData) -> None:
+    """For a few test packages: the most probable dependencies, the true ones ticked."""
+    console.print("\n[bold]Some packages it has never seen[/]  [dim](✓ is a true dependency)[/]\n")
+    for name, what in SHOWCASE:
+        row = find_package(data.test, name)
+        if row is None:
+            continue
+        true = set(data.class_names[data.test.labels[row].indices])
+        k = min(TOP, len(model.classes_))
+        classes, probabilities = (found[0] for found in model.predict_topk(data.test.X[[row]], k))
+        console.print(f"[bold]{name}[/], {what}, will need")
+        console.print("   " + ", ".join(_guess(c, p, c in true) for c, p in zip(classes, probabilities, strict=True)))
+        words = ", ".join(features_of(data.test, row).get("w", []))
+        hits = sum(c in true for c in classes)
+        console.print(
+            f"   {hits} of these {k} are among its {len(true)} true ones; judged by the words {words}\n", style="dim"
+        )
+
+
+def _guess(name: str, probability: float, right: bool) -> str:
+    shown = f"{name} ({probability:.0%})"
+    return f"[green]{shown} ✓[/]" if right else shown
+
+
+def say_how_to_go_on(console: Console, model_path: Path, picture_path: Path) -> None:
+    folder = Path(__file__).parent / "data" / "debian_deps"
+    size = model_path.stat().st_size
+    console.print(f"The picture of the bound and the likelihood over time: [bold]{picture_path}[/]")
+    console.print(f"The model: [bold]{model_path}[/] ({size / 1e6:,.0f} MB)\n")
+    console.print("Go on with:")
+    test = folder / "debian_deps_test.txt.gz"
+    commands = (
+        f"augment-reduce predict {model_path} {test} --top 3",
+        f"augment-reduce evaluate {model_path} {test} --reduction all --skip-unseen "
+        f"--label-names {folder / 'label_names.txt.gz'}",
+        "augment-reduce fit --help",
+    )
+    for command in commands:
+        console.print(f"  [cyan]{command}[/]", soft_wrap=True)
