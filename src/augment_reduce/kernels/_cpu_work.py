@@ -20,28 +20,29 @@ from typing import Any
 import numba
 import numpy as np
 
-WORTH_A_THREAD = 40_000  # multiply-adds, about as long as waking a thread takes
+WORTH_A_THREAD = 60_000  # multiply-adds, about as long as waking a thread takes
 
 
 class Workspace(threading.local):
     """Named arrays of one thread. Accumulators are zero between calls: whoever writes to them clears them."""
 
     def __init__(self) -> None:
-        self.arrays: dict[tuple[str, str], np.ndarray] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        self.arrays: dict[tuple[str, Any], np.ndarray] = {}
+        self.buffers: dict[tuple, Any] = {}
         self.batch: Any = None  # the minibatch last scored, which the push that follows needs again
         self.groups: Any = None  # and its pairs in the order of their classes
 
     def array(self, name: str, size: int, dtype: Any) -> np.ndarray:
         """`size` numbers, zero when first handed out, then as their last user left them."""
-        key = (name, np.dtype(dtype).char)
+        key = (name, dtype)
         found = self.arrays.get(key)
         if found is None or len(found) < size:
             found = self.arrays[key] = np.zeros(size + size // 4, dtype=dtype)
         return found[:size]
-
-    def forget(self) -> None:
-        """Give the memory back."""
-        self.arrays, self.batch, self.groups = {}, None, None
 
 
 WORK = Workspace()
@@ -66,23 +67,37 @@ if hasattr(os, "register_at_fork"):  # threads do not survive a fork; the child 
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def split(work: np.ndarray) -> list[int]:
-    """Cut points 0 = b_0 < ... < b_n = len(work) of about equal work, n at most numba.get_num_threads()."""
-    n = len(work)
+def split(n: int, work: Callable[[], np.ndarray]) -> list[int]:
+    """Cut points 0 = b_0 < ... < b_m = n of about equal `work` (n,), with m at most numba.get_num_threads()."""
     threads = min(numba.get_num_threads(), n)
     if threads < 2:
         return [0, n]
-    total = np.cumsum(work)
+    total = np.cumsum(work())
     threads = max(1, min(threads, int(total[-1]) // WORTH_A_THREAD))
     cuts = np.searchsorted(total, total[-1] / threads * np.arange(1, threads)) + 1
-    return np.unique(np.concatenate([[0], np.minimum(cuts, n), [n]])).tolist()
+    return np.unique([0, *np.minimum(cuts, n), n]).tolist()
 
 
-def run(kernel: Callable[..., Any], cuts: list[int], args: tuple, scratch: Sequence[tuple]) -> None:
-    """kernel(lo, hi, *args, *scratch[i]) for the i-th range, the first on this thread."""
-    waiting = [
-        _pool().submit(kernel, cuts[i], cuts[i + 1], *args, *scratch[i]) for i in range(1, len(cuts) - 1)
-    ]
-    kernel(cuts[0], cuts[1], *args, *scratch[0])
+def equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _plain(args: tuple) -> list:
+    return [tuple(a) if isinstance(a, tuple) else a for a in args]
+
+
+def run(kernel: Callable[..., Any], cuts: Sequence[int], args: tuple, scratch: Sequence[tuple] = ()) -> None:
+    """kernel(lo, hi, *args, *scratch[i]) for the i-th range, the first on this thread; without cuts, kernel(*args).
+
+    Named tuples go as plain ones: Numba's disk cache would look for their classes before it asks whether it
+    is out of date, and fail where a newer version has moved one.
+    """
+    plain = _plain(args)
+    if not cuts:
+        kernel(*plain)
+        return
+    ranges = [(cuts[i], cuts[i + 1], *plain, *_plain(own)) for i, own in enumerate(scratch)]
+    waiting = [_pool().submit(kernel, *each) for each in ranges[1:]]
+    kernel(*ranges[0])
     for future in waiting:
         future.result()

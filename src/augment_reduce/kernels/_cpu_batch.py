@@ -1,0 +1,223 @@
+"""The minibatch as the kernels like it: its rows side by side, in the weights' dtype, with 32-bit indices.
+
+Loading copies B rows into scratch, a C-th of the work that follows, and is the only code that sees the
+caller's dtypes, orders and memory maps.
+
+Numba's disk cache looks for changes only in the file of the kernel itself: so a kernel and what is
+compiled into it live in one file, here and in the other `_cpu_` modules (`_cpu_lanes` excepted).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from ._cpu_lanes import prefetch
+from ._cpu_types import OPTIONS, Array, Csr
+from ._cpu_work import WORK, equal
+from .rows import DenseRows, Rows, SparseRows
+
+DENSE_FROM = 0.1  # share of non-zeros from which a vectorised pass over all of D beats one over the non-zeros
+LINE = 16  # float32 numbers in a cache line
+AHEAD = 6  # rows sent for before they are read
+FEW_FEATURES = 4096  # so many accumulators fit in the first cache: no need to number the touched ones
+
+
+@dataclass
+class Batch:
+    source: weakref.ref
+    rows: Array
+    dtype: np.dtype
+    csr: Csr | None = None
+    dense: Array | None = None  # (B, D)
+
+
+@njit(cache=True, **OPTIONS)
+def _count(indptr: Array, rows: Array) -> int:
+    """Entries of the rows; -1 if there is no such row."""
+    n = 0
+    for b in range(rows.shape[0]):
+        if rows[b] < 0 or rows[b] + 1 >= indptr.shape[0]:
+            return -1
+        n += indptr[rows[b] + 1] - indptr[rows[b]]
+    return n
+
+
+@njit(**OPTIONS)
+def _send_for(indptr: Array, indices: Array, values: Array, rows: Array, b: int) -> None:
+    """Ask for row b of the minibatch: rows lie far apart, so the hardware does not fetch ahead by itself."""
+    if b < rows.shape[0]:
+        for q in range(indptr[rows[b]], indptr[rows[b] + 1], LINE):
+            prefetch(indices, q)
+            prefetch(values, q)
+
+
+@njit(cache=True, **OPTIONS)
+def _load_csr(
+    indptr: Array, indices: Array, values: Array, rows: Array, out_ptr: Array, out_index: Array, out_value: Array
+) -> int:
+    """Copy the rows, without explicit zeros; returns the largest feature index seen (negative ones wrap)."""
+    n = 0
+    worst = np.uint64(0)
+    out_ptr[0] = 0
+    for b in range(rows.shape[0]):
+        _send_for(indptr, indices, values, rows, b + AHEAD)
+        lo, hi = indptr[rows[b]], indptr[rows[b] + 1]
+        m = hi - lo
+        source, numbers = indices[lo:hi], values[lo:hi]
+        index, value = out_index[n : n + m], out_value[n : n + m]
+        zeros = 0
+        for q in range(m):
+            worst = max(worst, np.uint64(source[q]))
+            index[q] = source[q]
+        for q in range(m):
+            value[q] = numbers[q]
+            zeros += value[q] == 0
+        if zeros > 0:
+            kept = 0
+            for q in range(m):
+                index[kept], value[kept] = index[q], value[q]
+                kept += value[q] != 0
+        n += m - zeros
+        out_ptr[b + 1] = n
+    return worst
+
+
+@njit(cache=True, **OPTIONS)
+def _load_nonzeros(x: Array, out_ptr: Array, out_index: Array, out_value: Array) -> None:
+    """The non-zeros of dense rows."""
+    n = np.uint64(0)
+    out_ptr[0] = 0
+    for b in range(x.shape[0]):
+        for d in range(x.shape[1]):
+            out_index[n] = d
+            out_value[n] = x[b, d]
+            n += np.uint64(x[b, d] != 0)
+        out_ptr[b + 1] = n
+
+
+@njit(cache=True, **OPTIONS)
+def _number_features(index: Array, number: Array, slot: Array, feature: Array) -> int:
+    """Number the touched features in the order met. `number` (D,) is zero before and after."""
+    n = np.uint32(0)
+    for q in range(index.shape[0]):
+        if number[index[q]] == 0:
+            feature[n] = index[q]
+            n += np.uint32(1)
+            number[index[q]] = n
+        slot[q] = number[index[q]] - np.uint32(1)
+    for u in range(n):
+        number[feature[u]] = 0
+    return n
+
+
+@njit(cache=True, **OPTIONS)
+def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Array) -> int:
+    """Sparse rows as dense ones; returns the largest feature index seen, and stops at one too large."""
+    worst = np.uint64(0)
+    for b in range(rows.shape[0]):
+        _send_for(indptr, indices, values, rows, b + AHEAD)
+        lo, hi = indptr[rows[b]], indptr[rows[b] + 1]
+        index, value, row = indices[lo:hi], values[lo:hi], x[b]
+        for q in range(hi - lo):
+            worst = max(worst, np.uint64(index[q]))
+        if worst >= x.shape[1]:
+            break
+        row[:] = 0
+        for q in range(hi - lo):
+            row[np.uint32(index[q])] = value[q]
+    return worst
+
+
+def _read_only(a: Array) -> Array:
+    """So that arrays which may and may not be written to share one compiled signature."""
+    view = np.asarray(a).view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_rows(rows: Array, n_rows: int, found: bool) -> None:
+    if not found:
+        raise IndexError(f"Expected rows in [0, {n_rows}), found {rows.min()} to {rows.max()}.")
+
+
+def _check_features(worst: int, n_features: int) -> None:
+    if worst >= n_features:
+        raise ValueError(
+            f"Expected feature indices in [0, n_features={n_features}), found {worst} in the minibatch. "
+            "Check the shape that the CSR matrix was made with."
+        )
+
+
+def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, dense: bool) -> tuple[Csr | None, Array | None]:
+    """The rows as a (B, D) array if that is wanted and they fill enough of it, as CSR otherwise."""
+    B, D, indptr = len(rows), X.n_features, _read_only(X.indptr)
+    size = _count(indptr, rows)
+    _check_rows(rows, X.n_rows, size >= 0)
+    indices, values = _read_only(X.indices), _read_only(X.values)
+    if dense and size > DENSE_FROM * B * D:
+        x = WORK.array("dense", B * D, dtype).reshape(B, D)
+        _check_features(_load_dense(indptr, indices, values, rows, x), D)
+        return None, x
+    ptr, index, value = (
+        WORK.array(*a) for a in (("indptr", B + 1, np.int64), ("index", size, np.uint32), ("value", size, dtype))
+    )
+    worst = _load_csr(indptr, indices, values, rows, ptr, index, value)
+    if size:
+        _check_features(worst, D)
+    return _numbered(ptr, index, value, D), None
+
+
+def _csr_of_dense(x: Array) -> Csr:
+    B, D = x.shape
+    ptr, index = WORK.array("indptr", B + 1, np.int64), WORK.array("index", B * D + 1, np.uint32)
+    value = WORK.array("value", B * D + 1, x.dtype)
+    _load_nonzeros(x, ptr, index, value)
+    return _numbered(ptr, index, value, D)
+
+
+def _numbered(ptr: Array, index: Array, value: Array, D: int) -> Csr:
+    """Number the touched features where D is large, so that accumulators are no longer than needed."""
+    nnz = int(ptr[-1])
+    index, value = index[:nnz], value[:nnz]
+    if max(FEW_FEATURES, nnz // 2) >= D:
+        return Csr(ptr, index, index, value, WORK.array("no_index", 0, np.uint32))
+    slot, feature = WORK.array("slot", nnz, np.uint32), WORK.array("feature", nnz, np.uint32)
+    U = _number_features(index, WORK.array("number", D, np.uint32), slot, feature)
+    return Csr(ptr, index, slot, value, feature[:U])
+
+
+def _dense(X: DenseRows, rows: Array, dtype: np.dtype) -> Array:
+    _check_rows(rows, X.n_rows, rows.min() >= 0 and rows.max() < X.n_rows)
+    x = WORK.array("dense", len(rows) * X.n_features, dtype).reshape(len(rows), X.n_features)
+    if X.values.dtype == dtype:
+        np.take(np.asarray(X.values), rows, axis=0, out=x, mode="clip")
+    else:
+        x[...] = X.values[rows]
+    return x
+
+
+def load(X: Rows, rows: Array, dtype: np.dtype, *, n_classes: int) -> Batch:
+    """The minibatch, for `n_classes` classes a row (0: classes shared by all rows).
+
+    What the scores loaded, the push after them finds again if X and the rows are the same.
+    """
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    batch: Batch | None = WORK.batch
+    same = batch is not None and batch.source() is X and batch.dtype == dtype and equal(batch.rows, rows)
+    if batch is None or not same:
+        WORK.batch = None  # should loading fail half way
+        batch = Batch(weakref.ref(X), rows.copy(), np.dtype(dtype))
+    if isinstance(X, DenseRows):
+        if batch.dense is None:
+            batch.dense = _dense(X, rows, dtype)
+        if n_classes == 0 and batch.csr is None:
+            batch.csr = _csr_of_dense(batch.dense)
+    elif batch.csr is None and (n_classes == 0 or batch.dense is None):
+        csr, dense = _load_sparse(X, rows, dtype, dense=n_classes > 2)
+        batch.csr, batch.dense = csr or batch.csr, dense if dense is not None else batch.dense
+    WORK.batch = batch
+    return batch

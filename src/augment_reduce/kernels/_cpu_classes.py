@@ -1,0 +1,116 @@
+"""Sort pairs by their classes; draw classes. In time O(pairs), whatever the number of classes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from ._cpu_types import OPTIONS, Array, Groups
+from ._cpu_work import WORK, equal
+
+U1 = np.uint64(1)
+
+
+@njit(cache=True, **OPTIONS)
+def _sort(
+    classes: Array, n: int, bits: int, passes: int, count: Array, keys: Array, orders: Array, row: Array, per_row: int
+) -> int:
+    """Stable radix sort, `bits` bits a pass, into keys[passes & 1]; -1 if a class is not in range(n)."""
+    P = classes.shape[0]
+    mask = np.uint32((1 << bits) - 1)
+    bad = 0
+    for i in range(P):
+        bad += (classes[i] < 0) | (classes[i] >= n)
+        keys[0, i] = classes[i]
+        orders[0, i] = i
+    if bad > 0:
+        return -1
+    for step in range(passes):
+        shift = np.uint32(step * bits)
+        key, order = keys[step & 1], orders[step & 1]
+        to_key, to_order = keys[1 - (step & 1)], orders[1 - (step & 1)]
+        count[:] = 0
+        for i in range(P):
+            count[((key[i] >> shift) & mask) + np.uint32(1)] += 1
+        for j in range(count.shape[0] - 1):
+            count[j + 1] += count[j]
+        for i in range(P):
+            digit = (key[i] >> shift) & mask
+            to = count[digit]
+            count[digit] = to + np.uint32(1)
+            to_key[to], to_order[to] = key[i], order[i]
+    order = orders[passes & 1]
+    for i in range(P):
+        row[i] = order[i] // np.uint32(per_row)
+    return 0
+
+
+@njit(cache=True, **OPTIONS)
+def _cut(key: Array, classes: Array, start: Array) -> int:
+    """The distinct classes of a sorted list and where each begins; returns how many there are."""
+    G = 0
+    for i in range(key.shape[0]):
+        if i == 0 or key[i] != key[i - 1]:
+            classes[G], start[G] = key[i], i
+            G += 1
+    start[G] = key.shape[0]
+    return G
+
+
+def check_classes(classes: Array, n: int) -> None:
+    if classes.size and (classes.min() < 0 or classes.max() >= n):
+        raise IndexError(f"Expected classes in [0, {n}), found {classes.min()} to {classes.max()}.")
+
+
+def group_by_class(classes: Array, n: int) -> Groups:
+    """The pairs of `classes` (B, C), each of range(n), in the order of their classes.
+
+    Like `load`, finds again what it did last.
+    """
+    found: tuple[Array, Groups] | None = WORK.groups
+    if found is not None and equal(found[0], classes):
+        return found[1]
+    WORK.groups = None
+    P = classes.size
+    key_bits = max(1, (n - 1).bit_length())
+    passes = -(-key_bits // min(max(8, P.bit_length()), 14))
+    bits = -(-key_bits // passes)
+    keys = WORK.array("keys", 2 * P, np.uint32).reshape(2, P)
+    orders = WORK.array("orders", 2 * P, np.uint32).reshape(2, P)
+    row, count = WORK.array("pair_row", P, np.uint32), WORK.array("count", (1 << bits) + 1, np.uint32)
+    if _sort(classes.reshape(-1), n, bits, passes, count, keys, orders, row, classes.shape[1]) < 0:
+        check_classes(classes, n)
+    distinct, start = WORK.array("distinct", P, np.int64), WORK.array("start", P + 1, np.int64)
+    G = _cut(keys[passes & 1], distinct, start)
+    groups = Groups(distinct[:G], start[: G + 1], orders[passes & 1], row)
+    kept = WORK.array("classes", P, np.int64).reshape(classes.shape)
+    kept[...] = classes
+    WORK.groups = (kept, groups)
+    return groups
+
+
+@njit(cache=True, **OPTIONS)
+def floyd(lo: int, hi: int, uniforms: Array, n: int, out: Array, table: Array) -> None:
+    """Rows lo..hi of Floyd's algorithm. `table` is a hash set of this row's picks, kept as b n + pick.
+
+    Smaller numbers are older rows' and count as empty places, so that the table is cleared once a call.
+    The picks are their own hashes: they are uniform.
+    """
+    S = uniforms.shape[1]
+    mask = np.uint64(table.shape[0] - 1)
+    table[:] = -1
+    for b in range(lo, hi):
+        base = np.int64(b) * n
+        for s in range(S):
+            j = n - S + s
+            pick = min(np.int64(np.float64(uniforms[b, s]) * np.float64(j + 1)), j)
+            at = np.uint64(pick) & mask
+            while table[at] >= base and table[at] != base + pick:
+                at = (at + U1) & mask
+            if table[at] == base + pick:
+                pick = j
+                at = np.uint64(pick) & mask
+                while table[at] >= base:
+                    at = (at + U1) & mask
+            table[at] = base + pick
+            out[b, s] = pick

@@ -1,0 +1,136 @@
+"""Scores: one class row at a time for pairs, sixteen classes side by side where rows share their classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ._cpu_batch import Batch
+from ._cpu_lanes import LANES, dot_lanes
+from ._cpu_types import OPTIONS, Array, Csr, Groups
+from ._cpu_work import WORK, run, split
+
+SUMS: dict[str, Any] = {**OPTIONS, "fastmath": {"contract", "reassoc", "nsz"}}  # NaN and infinity keep their meaning
+CHUNK = 64  # features transposed at a time
+
+
+@njit(**SUMS)
+def _dot(w: Array, x: Array) -> float:
+    total = w.dtype.type(0)
+    for d in range(w.shape[0]):
+        total += w[d] * x[d]
+    return total
+
+
+@njit(**SUMS)
+def _dot4(w: Array, x0: Array, x1: Array, x2: Array, x3: Array) -> tuple:
+    """Four rows against one class: each weight is read once."""
+    t0 = t1 = t2 = t3 = w.dtype.type(0)
+    for d in range(w.shape[0]):
+        t0 += w[d] * x0[d]
+        t1 += w[d] * x1[d]
+        t2 += w[d] * x2[d]
+        t3 += w[d] * x3[d]
+    return t0, t1, t2, t3
+
+
+@njit(**SUMS)
+def _dot_at(w: Array, index: Array, value: Array) -> float:
+    total = w.dtype.type(0)
+    for q in range(index.shape[0]):
+        total += w[index[q]] * value[q]
+    return total
+
+
+@njit(**SUMS)
+def _walk(w: Array) -> float:
+    """Read one number of every cache line, in order: the hardware then fetches ahead, as it cannot for gathers."""
+    total = w.dtype.type(0)
+    for d in range(0, w.shape[0], 16):
+        total += w[d]
+    return total
+
+
+@njit(cache=True, **OPTIONS)
+def _pairs_sparse(
+    lo: int, hi: int, groups_: tuple, csr_: tuple, weight: Array, bias: Array, out: Array, sink: Array
+) -> None:
+    groups, csr = Groups(*groups_), Csr(*csr_)
+    each = csr.value.shape[0] / (csr.indptr.shape[0] - 1)
+    for j in range(lo, hi):
+        k = groups.classes[j]
+        w = weight[k]
+        first, last = groups.start[j], groups.start[j + 1]
+        if 4 * (last - first) * each > w.shape[0]:
+            sink[0] = _walk(w)
+        for p in range(first, last):
+            b = groups.row[p]
+            begin, end = csr.indptr[b], csr.indptr[b + 1]
+            out[groups.order[p]] = bias[k] + _dot_at(w, csr.index[begin:end], csr.value[begin:end])
+
+
+@njit(cache=True, **OPTIONS)
+def _pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, weight: Array, bias: Array, out: Array) -> None:
+    groups = Groups(*groups_)
+    order, row = groups.order, groups.row
+    for j in range(lo, hi):
+        k = groups.classes[j]
+        w = weight[k]
+        p, last = groups.start[j], groups.start[j + 1]
+        while p + 4 <= last:
+            t0, t1, t2, t3 = _dot4(w, x[row[p]], x[row[p + 1]], x[row[p + 2]], x[row[p + 3]])
+            out[order[p]] = bias[k] + t0
+            out[order[p + 1]] = bias[k] + t1
+            out[order[p + 2]] = bias[k] + t2
+            out[order[p + 3]] = bias[k] + t3
+            p += 4
+        while p < last:
+            out[order[p]] = bias[k] + _dot(w, x[row[p]])
+            p += 1
+
+
+@njit(cache=True, **OPTIONS)
+def _shared(lo: int, hi: int, classes: Array, csr_: tuple, weight: Array, out: Array, tile: Array, acc: Array) -> None:
+    """Blocks lo..hi of 16 classes: their weights side by side in `tile` (16 U,), then rows times tile."""
+    csr = Csr(*csr_)
+    U = tile.shape[0] // LANES
+    numbered = csr.feature.shape[0] > 0
+    for block in range(lo, hi):
+        first = block * LANES
+        width = min(LANES, classes.shape[0] - first)  # lanes beyond it compute what nobody reads
+        for u0 in range(0, U, CHUNK):
+            u1 = min(u0 + CHUNK, U)
+            for s in range(width):
+                w = weight[classes[first + s]]
+                for u in range(u0, u1):
+                    tile[np.uint64(u * LANES + s)] = w[csr.feature[u]] if numbered else w[u]
+        for b in range(out.shape[0]):
+            begin, end = csr.indptr[b], csr.indptr[b + 1]
+            dot_lanes(acc, 0, csr.slot[begin:end], csr.value[begin:end], end - begin, tile)
+            for s in range(width):
+                out[b, first + s] += acc[s]
+
+
+def score_pairs(batch: Batch, groups: Groups, weight: Array, bias: Array, out: Array) -> None:
+    """out[order] = x[row] . weight[class] + bias[class] for every pair, class by class."""
+    G, D = len(groups.classes), weight.shape[1]
+    if batch.dense is not None:
+        cuts = split(G, lambda: np.diff(groups.start) * (D // 8 + 8))
+        run(_pairs_dense, cuts, (groups, batch.dense, weight, bias, out), [()] * (len(cuts) - 1))
+    elif batch.csr is not None:
+        csr = batch.csr
+        cuts = split(G, lambda: np.diff(groups.start) * (len(csr.value) // len(batch.rows) + 8))
+        sinks = WORK.array("sink", (len(cuts) - 1) * 64, weight.dtype).reshape(-1, 64)
+        run(_pairs_sparse, cuts, (groups, csr, weight, bias, out), [(s,) for s in sinks])
+
+
+def score_shared(csr: Csr, classes: Array, weight: Array, out: Array) -> None:
+    """out[b, c] += x[b] . weight[classes[c]]: sparse rows times a dense tile, vectorised over classes."""
+    size = (len(csr.feature) or weight.shape[1]) * LANES
+    n = -(-len(classes) // LANES)
+    cuts = split(n, lambda: np.full(n, 2 * len(csr.value) + size))
+    tiles = WORK.array("tile", (len(cuts) - 1) * size, weight.dtype).reshape(-1, size)
+    sums = WORK.array("sums", (len(cuts) - 1) * 64, weight.dtype).reshape(-1, 64)
+    run(_shared, cuts, (classes, csr, weight, out), list(zip(tiles, sums, strict=True)))

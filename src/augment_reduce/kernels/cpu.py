@@ -1,0 +1,313 @@
+"""Numba twins of `reference`: the same names, shapes and results, at the speed of the memory they touch.
+
+    pairs    sorted by class: a weight row and its optimiser state are visited once, while they are in cache
+    shared   sixteen classes side by side: sparse rows times a small dense tile, and the same backwards
+
+Work and scratch are those of the non-zeros of the pairs, whatever K, D and N. `numba.set_num_threads` says
+how many threads; results do not depend on it. Data are read where they lie, through a memory map as well.
+CSR rows must not hold a feature twice; explicit zeros are fine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Timer
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..optim import ADAM, PRIOR_NONE, PRIOR_UNBIASED, ROWWISE_ADAGRAD, SECTION4, Prior, RowOptimizer, SectionFour
+from . import _cpu_classes, _cpu_push, _cpu_scores
+from ._cpu_batch import Batch, load
+from ._cpu_classes import check_classes, group_by_class
+from ._cpu_lanes import LANES
+from ._cpu_types import Array, Arrays, Buffers, Csr, Groups, Rule
+from ._cpu_work import WORK, run, split
+from .reference import Parameters
+from .rows import DenseRows, Rows, SparseRows
+
+
+def _in_place(name: str, t: Tensor) -> Array:
+    """The tensor's own memory."""
+    if not (t.is_cpu and t.is_contiguous()):
+        raise ValueError(
+            f"Expected {name} contiguous and on the CPU, found strides {t.stride()} on {t.device}; use .contiguous()."
+        )
+    return t.detach().numpy() if t.requires_grad else t.numpy()
+
+
+def _values(t: Tensor, dtype: torch.dtype) -> Array:
+    if t.requires_grad:
+        t = t.detach()
+    if t.dtype != dtype:
+        t = t.to(dtype)
+    return (t if t.is_contiguous() else t.contiguous()).numpy()
+
+
+def pair_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
+    w, beta, pairs = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    if w.shape[1] == 0 or pairs.size == 0:
+        check_classes(pairs, len(w))
+        return torch.from_numpy(beta.take(pairs))
+    batch = load(X, rows, w.dtype, n_classes=pairs.shape[1])
+    groups = group_by_class(pairs, len(w))
+    out = np.empty(pairs.shape, w.dtype)
+    _cpu_scores.score_pairs(batch, groups, w, beta, out.reshape(-1))
+    return torch.from_numpy(out)
+
+
+def shared_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """psi[b, c] = x[b] . weight[classes[c]] + bias[classes[c]]"""
+    w, beta, chosen = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    check_classes(chosen, len(w))
+    out = np.empty((len(rows), len(chosen)), w.dtype)
+    out[...] = beta[chosen]
+    if out.size and w.shape[1]:
+        csr = load(X, rows, w.dtype, n_classes=0).csr
+        if csr is not None and len(csr.value):
+            _cpu_scores.score_shared(csr, chosen, w, out)
+    return torch.from_numpy(out)
+
+
+def draw_without_replacement(uniforms: Tensor, n: int) -> Tensor:
+    """Floyd's algorithm: S of range(n) a row, no repeats; the very picks of `reference` for the same uniforms."""
+    u = uniforms.contiguous().numpy()
+    B, S = u.shape
+    if n < S:
+        raise ValueError(f"Expected at most n={n} draws without replacement, found {S} a row.")
+    out = np.empty((B, S), np.int64)
+    if out.size:
+        cuts = split(B, lambda: np.full(B, 8 * S))
+        size = 1 << (4 * S).bit_length()
+        tables = WORK.array("table", (len(cuts) - 1) * size, np.int64).reshape(-1, size)
+        run(_cpu_classes.floyd, cuts, (u, n, out), [(table,) for table in tables])
+    return torch.from_numpy(out)
+
+
+def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | None, dtype: np.dtype) -> Rule:
+    """The optimiser's step at iteration t in numbers; without shares an unbiased prior is not felt."""
+    rate, first, second, third = optimizer.scalars(t)
+    numbers = (rate, 0.0, 0.0, 0.0, 0.0, first)
+    if optimizer.kind == SECTION4:
+        numbers = (rate, first, 1.0 - first, 0.0, 0.0, 0.0)
+    elif optimizer.kind == ADAM:
+        numbers = (rate, first, 1.0 - first, second, 1.0 - second, third)
+    mode = PRIOR_NONE if prior is None else prior.mode
+    if mode == PRIOR_UNBIASED and share is None:
+        mode = PRIOR_NONE
+    return Rule(optimizer.kind, mode, *np.array([*numbers, 1.0 if prior is None else prior.variance], dtype))
+
+
+def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
+    weight, bias = _in_place("weight", parameters.weight), _in_place("bias", parameters.bias)
+    states = [_in_place("weight_state", s) for s in parameters.weight_state]
+    bias_states = [_in_place("bias_state", s) for s in parameters.bias_state]
+    if optimizer.kind == ROWWISE_ADAGRAD:
+        states = [states[0][:, None]]
+    none = WORK.array("none", 0, weight.dtype)
+    state2, bias_state2 = (states[1], bias_states[1]) if optimizer.kind == ADAM else (none.reshape(1, 0), none)
+    inverse = none if prior is None else _values(prior.inverse_counts, parameters.weight.dtype)
+    inverse_rows = weight.dtype.type(0.0 if prior is None else prior.inverse_rows)
+    return Arrays(weight, states[0], state2, bias, bias_states[0], bias_state2, inverse, inverse_rows)
+
+
+def _buffers(n: int, U: int, G: int, dtype: np.dtype) -> list[Buffers]:
+    """Scratch for n threads, found again as long as powers of two above U and G stay the same."""
+    U, G = 1 << U.bit_length(), 1 << G.bit_length()
+    key = (n, U, G, dtype)
+    if key not in WORK.buffers:
+        sizes = {"g": U, "c": U, "seen": U, "at": U}
+        kinds = {"seen": np.dtype(np.uint8), "at": np.dtype(np.uint32)}
+        rows = []
+        for name in Buffers._fields:
+            size = sizes.get(name, max(U, G))
+            rows.append(WORK.array(name, n * size, kinds.get(name, dtype)).reshape(n, size))
+        WORK.buffers[key] = [Buffers(*arrays) for arrays in zip(*rows, strict=True)]
+    return WORK.buffers[key]
+
+
+def _bias_sums(G: int, dtype: np.dtype) -> tuple[Array, Array]:
+    """Gradients and prior shares of G biases; the shares stay zero where nobody writes them."""
+    return WORK.array("bias_g", G, dtype), WORK.array("bias_c", G, dtype)
+
+
+def _csr(batch: Batch | None, B: int, dtype: np.dtype) -> Csr:
+    """The sparse rows, or empty ones where there are none."""
+    if batch is not None and batch.csr is not None:
+        return batch.csr
+    index = WORK.array("no_index", 0, np.uint32)
+    return Csr(WORK.array("zeros", B + 1, np.int64), index, index, WORK.array("none", 0, dtype), index)
+
+
+def _push_groups(
+    groups: Groups, batch: Batch | None, B: int, grad: Array, share: Array, arrays: Arrays, rule: Rule
+) -> None:
+    dtype, D, G = arrays.weight.dtype, arrays.weight.shape[1], len(groups.classes)
+    csr, x = _csr(batch, B, dtype), WORK.array("none", 0, dtype).reshape(0, 0)
+    each, U = len(csr.value) // B, len(csr.feature) or D
+    if batch is not None and batch.dense is not None:
+        x, each, U = batch.dense, D // 8, D
+
+    def work() -> Array:
+        pairs = np.diff(groups.start)
+        return pairs * (each + 8) + np.minimum(D, pairs * each)
+
+    cuts = split(G, work)
+    few, bias = _buffers(len(cuts) - 1, U, G, dtype), _bias_sums(G, dtype)
+    run(_cpu_push.push_groups, cuts, (groups, csr, x, grad, share, arrays, rule, *bias), [(f,) for f in few])
+    run(_cpu_push.push_biases, [], (groups.classes, *bias, arrays, rule, few[0]))
+
+
+def push_pairs(
+    X: Rows,
+    rows: Array,
+    classes: Tensor,
+    grad: Tensor,
+    share: Tensor | None,
+    parameters: Parameters,
+    optimizer: RowOptimizer,
+    t: int,
+    prior: Prior | None,
+) -> None:
+    """One optimiser step on every entry (class, feature) that a pair with a non-zero feature touches."""
+    arrays, pairs = _arrays(parameters, optimizer, prior), _values(classes, torch.int64)
+    dtype = arrays.weight.dtype
+    if pairs.size == 0:
+        return
+    rule = _rule(optimizer, t, prior, share, dtype)
+    batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None
+    groups = group_by_class(pairs, len(arrays.weight))
+    c = WORK.array("none", 0, dtype)
+    if share is not None and rule.prior == PRIOR_UNBIASED:
+        c = _values(share, parameters.weight.dtype).reshape(-1)
+    _push_groups(groups, batch, len(rows), _values(grad, parameters.weight.dtype).reshape(-1), c, arrays, rule)
+
+
+def _push_blocks(classes: Array, csr: Csr, grad: Array, share: Array, arrays: Arrays, rule: Rule) -> None:
+    dtype, nnz = arrays.weight.dtype, len(csr.value)
+    U = (len(csr.feature) or arrays.weight.shape[1]) if nnz else 0
+    cuts = split(len(grad), lambda: np.full(len(grad), 2 * nnz + 2 * U * LANES))
+    n = len(cuts) - 1
+    few, bias = _buffers(n, U, len(grad) * LANES, dtype), _bias_sums(len(grad) * LANES, dtype)
+    tiles = WORK.array("tile_g", n * U * LANES, dtype).reshape(n, U * LANES)
+    rows_g, rows_c = (WORK.array(name, n * U * LANES, dtype).reshape(n, LANES, U) for name in ("rows_g", "rows_c"))
+    ones = WORK.array("ones", nnz, dtype)
+    if rule.prior == PRIOR_UNBIASED:
+        ones[:] = 1
+    scratch = [(few[i], tiles[i], rows_g[i], rows_c[i]) for i in range(n)]
+    run(_cpu_push.push_blocks, cuts, (classes, csr, ones, grad, share, arrays, rule, *bias), scratch)
+    run(_cpu_push.push_biases, [], (classes, *bias, arrays, rule, few[0]))
+
+
+def push_shared(
+    X: Rows,
+    rows: Array,
+    classes: Tensor,
+    grad: Tensor,
+    labels: Tensor,
+    label_grad: Tensor,
+    share: Tensor | None,
+    label_share: Tensor | None,
+    parameters: Parameters,
+    optimizer: RowOptimizer,
+    t: int,
+    prior: Prior | None,
+) -> None:
+    """As push_pairs, for classes shared by the minibatch and each row's own label beside them."""
+    arrays, kind, B = _arrays(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
+    (K, D), dtype = arrays.weight.shape, arrays.weight.dtype
+    if B == 0:
+        return
+    rule = _rule(optimizer, t, prior, share if label_share is not None else None, dtype)
+    chosen, own = _values(classes, torch.int64), _values(labels, torch.int64)
+    check_classes(chosen, K)
+    batch = load(X, rows, dtype, n_classes=0) if D else None
+
+    # One step an entry: a label among the shared classes joins their column, as repeated classes do.
+    distinct, column = np.unique(chosen, return_inverse=True)
+    own_column = np.searchsorted(distinct, own)
+    own_column[np.append(distinct, -1)[own_column] != own] = -1
+    alone = np.flatnonzero(own_column < 0)
+    g, own_g = _values(grad, kind), _values(label_grad, kind)
+    c = own_c = none = WORK.array("none", 0, dtype)
+    shape = (-(-len(distinct) // LANES), B, LANES)
+    blocks, blocks_c = WORK.array("blocks", shape[0] * B * LANES, dtype).reshape(shape), none.reshape(0, 0, 0)
+    _cpu_push.spread(g, column, own_g, own_column, blocks)
+    if share is not None and label_share is not None and rule.prior == PRIOR_UNBIASED:
+        c, own_c = _values(share, kind), _values(label_share, kind)
+        blocks_c = WORK.array("blocks_c", blocks.size, dtype).reshape(shape)
+        _cpu_push.spread(c, column, own_c, own_column, blocks_c)
+        own_c = own_c[alone]
+    if len(distinct):
+        _push_blocks(distinct, _csr(batch, B, dtype), blocks, blocks_c, arrays, rule)
+    if len(alone):
+        groups = group_by_class(own[alone][:, None], K)
+        groups = groups._replace(row=alone.astype(np.uint32)[groups.row])
+        _push_groups(groups, batch, B, own_g[alone], own_c, arrays, rule)
+
+
+KERNELS = {
+    "pairs": (_cpu_push.push_groups, _cpu_classes.floyd),
+    "shared": (_cpu_push.push_groups, _cpu_push.push_blocks, _cpu_classes.floyd),
+}
+
+
+def is_compiled(dtype: torch.dtype = torch.float32, *, shared: bool = False) -> bool:
+    """Whether this process has the kernels for weights of that dtype already."""
+    name = str(dtype).removeprefix("torch.")
+    return all(
+        any(name in str(s) for s in kernel.signatures) for kernel in KERNELS["shared" if shared else "pairs"][:-1]
+    )
+
+
+def warm_up(
+    X: Rows,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shared: bool = False,
+    notify: Callable[[], None] | None = None,
+    patience: float = 0.5,
+) -> float:
+    """Compile, or load from Numba's disk cache, the kernels that a fit on such data uses; returns the seconds taken.
+
+    Calls `notify` once, from another thread, if that lasts longer than `patience` seconds: it is compiling,
+    which happens once for all later processes.
+    """
+    start = time.perf_counter()
+    timer = Timer(patience, notify or (lambda: None))
+    timer.daemon = True
+    timer.start()
+    try:
+        _small_step(X, dtype, shared)
+    finally:
+        timer.cancel()
+    return time.perf_counter() - start
+
+
+def _small_step(X: Rows, dtype: torch.dtype, shared: bool) -> None:
+    """Every kernel once, on rows of the same kind and dtypes as X."""
+    tiny: Rows
+    if isinstance(X, DenseRows):
+        tiny = DenseRows(np.eye(4, 6, dtype=X.values.dtype))
+    else:
+        indptr, indices = np.arange(5, dtype=X.indptr.dtype), np.arange(4, dtype=X.indices.dtype)
+        tiny = SparseRows(indptr, indices, np.ones(4, X.values.dtype), 6)
+    rows, optimizer, weight, bias = (
+        np.arange(4),
+        SectionFour(),
+        torch.zeros(5, 6, dtype=dtype),
+        torch.zeros(5, dtype=dtype),
+    )
+    state = Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
+    for uniform in (torch.float32, torch.float64):
+        pairs = draw_without_replacement(torch.zeros(4, 3, dtype=uniform), 5)
+    grad = torch.ones(4, 3, dtype=dtype)
+    pair_scores(tiny, rows, pairs, weight, bias)
+    if shared:
+        shared_scores(tiny, rows, pairs[0], weight, bias)
+        push_shared(tiny, rows, pairs[0], grad, pairs[:, 0], grad[:, 0], None, None, state, optimizer, 1, None)
+    else:
+        push_pairs(tiny, rows, pairs, grad, None, state, optimizer, 1, None)
