@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SECTION4, ADAGRAD, ADAM, ROWWISE_ADAGRAD, SECTION4_EVERY_ENTRY = 0, 1, 2, 3, 4
+SECTION4, ADAGRAD, ROWWISE_ADAGRAD, ADAM, SECTION4_EVERY_ENTRY = range(5)  # from ADAM on: two states
 PRIOR_NONE, PRIOR_UNBIASED, PRIOR_TOUCHED = 0, 1, 2
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -58,7 +59,7 @@ def _send_for(indptr: Array, indices: Array, values: Array, rows: Array, b: int)
 @njit(cache=True, **OPTIONS)
 def _load_csr(
     indptr: Array, indices: Array, values: Array, rows: Array, out_ptr: Array, out_index: Array, out_value: Array
-) -> int:
+) -> Any:
     """Copy the rows, without explicit zeros; returns the largest feature index seen (negative ones wrap)."""
     n = 0
     worst = np.uint64(0)
@@ -100,7 +101,7 @@ def _load_nonzeros(x: Array, out_ptr: Array, out_index: Array, out_value: Array)
 
 
 @njit(cache=True, **OPTIONS)
-def _number_features(index: Array, number: Array, slot: Array, feature: Array) -> int:
+def _number_features(index: Array, number: Array, slot: Array, feature: Array) -> Any:
     """Number the touched features in the order met. `number` (D,) is zero before and after."""
     n = np.uint32(0)
     for q in range(index.shape[0]):
@@ -115,7 +116,7 @@ def _number_features(index: Array, number: Array, slot: Array, feature: Array) -
 
 
 @njit(cache=True, **OPTIONS)
-def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Array) -> int:
+def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Array) -> Any:
     """Sparse rows as dense ones; returns the largest feature index seen, and stops at one too large."""
     worst = np.uint64(0)
     for b in range(rows.shape[0]):

@@ -39,9 +39,9 @@ def _sort(
             to = count[digit]
             count[digit] = to + np.uint32(1)
             to_key[to], to_order[to] = key[i], order[i]
-    order = orders[passes & 1]
+    order, inverse = orders[passes & 1], 1.0 / per_row
     for i in range(P):
-        row[i] = order[i] // np.uint32(per_row)
+        row[i] = np.uint32((order[i] + 0.5) * inverse)  # order // per_row, exactly, and in vectors
     return 0
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
 from numba.np.arrayobj import make_array
 
 LANES = 16
+intrinsic: Any = numba_intrinsic  # callers leave the first argument out
 I32, I64 = ir.IntType(32), ir.IntType(64)
 
 

@@ -29,6 +29,13 @@ def _section4(rule: Rule, g: Any, s: Any, r: Any) -> tuple:
 
 
 @njit(**OPTIONS)
+def _section4_every(rule: Rule, g: Any, s: Any, r: Any) -> tuple:
+    s = s * rule.b ** (rule.c - type(s)(1) - r)  # what the iterations since r took from it; c = t
+    s = rule.a * g * g + rule.b * s
+    return rule.rate / (type(s)(1) + np.sqrt(s)), g, s, rule.c
+
+
+@njit(**OPTIONS)
 def _adagrad(rule: Rule, g: Any, s: Any, r: Any) -> tuple:
     s = s + g * g
     return rule.rate / (np.sqrt(s) + rule.eps), g, s, r
@@ -75,6 +82,7 @@ def _loop(entry: Callable, n_states: int, with_prior: bool) -> Callable:
 
 
 _section4_loop, _section4_prior = _loop(_section4, 1, False), _loop(_section4, 1, True)
+_every_loop, _every_prior = _loop(_section4_every, 2, False), _loop(_section4_every, 2, True)
 _adagrad_loop, _adagrad_prior = _loop(_adagrad, 1, False), _loop(_adagrad, 1, True)
 _adam_loop, _adam_prior = _loop(_adam, 2, False), _loop(_adam, 2, True)
 _fixed_loop, _fixed_prior = _loop(_fixed, 0, False), _loop(_fixed, 0, True)
@@ -124,10 +132,15 @@ def _step(rule: Rule, w: Array, s: Array, r: Array, g: Array, c: Array, n: int) 
             _adagrad_prior(rule, w, s, r, g, c, n)
         else:
             _adagrad_loop(rule, w, s, r, g, c, n)
+    elif rule.kind == ADAM:
+        if prior:
+            _adam_prior(rule, w, s, r, g, c, n)
+        else:
+            _adam_loop(rule, w, s, r, g, c, n)
     elif prior:
-        _adam_prior(rule, w, s, r, g, c, n)
+        _every_prior(rule, w, s, r, g, c, n)
     else:
-        _adam_loop(rule, w, s, r, g, c, n)
+        _every_loop(rule, w, s, r, g, c, n)
 
 
 @njit(**OPTIONS)
@@ -145,7 +158,7 @@ def _scatter(to: Array, source: Array, at: Array, n: int) -> None:
 @njit(inline="always", **OPTIONS)
 def _step_class(rule: Rule, arrays: Arrays, k: int, n: int, g: Array, c: Array, few: Buffers) -> None:
     """One step on class row k: on all of it (n < 0), or on its n entries few.at, gathered and put back."""
-    w, s, r = arrays.weight[k], arrays.state[k], arrays.state2[k if rule.kind == ADAM else 0]
+    w, s, r = arrays.weight[k], arrays.state[k], arrays.state2[k if rule.kind >= ADAM else 0]
     to_w, to_s, to_r, m = w, s, r, w.shape[0]
     if n >= 0:
         to_w, to_r, m = few.few_w, few.few_r, n
@@ -153,14 +166,14 @@ def _step_class(rule: Rule, arrays: Arrays, k: int, n: int, g: Array, c: Array, 
         if rule.kind != ROWWISE_ADAGRAD:
             to_s = few.few_s
             _gather(to_s, s, few.at, n)
-        if rule.kind == ADAM:
+        if rule.kind >= ADAM:
             _gather(to_r, r, few.at, n)
     _step(rule, to_w, to_s, to_r, g, c, m)
     if n >= 0:
         _scatter(w, to_w, few.at, n)
         if rule.kind != ROWWISE_ADAGRAD:
             _scatter(s, to_s, few.at, n)
-        if rule.kind == ADAM:
+        if rule.kind >= ADAM:
             _scatter(r, to_r, few.at, n)
 
 
@@ -174,12 +187,12 @@ def push_biases(classes: Array, g: Array, c: Array, arrays_: tuple, rule_: tuple
         c[i] *= arrays.inverse_rows
     _gather(few.few_w, arrays.bias, classes, n)
     _gather(few.few_s, arrays.bias_state, classes, n)
-    if rule.kind == ADAM:
+    if rule.kind >= ADAM:
         _gather(few.few_r, arrays.bias_state2, classes, n)
     _step(rule, few.few_w, few.few_s, few.few_r, g, c, n)
     _scatter(arrays.bias, few.few_w, classes, n)
     _scatter(arrays.bias_state, few.few_s, classes, n)
-    if rule.kind == ADAM:
+    if rule.kind >= ADAM:
         _scatter(arrays.bias_state2, few.few_r, classes, n)
 
 
@@ -231,20 +244,20 @@ def _sum_sparse(groups: Groups, j: int, csr: Csr, grad: Array, share: Array, few
 
 
 @njit(**OPTIONS)
-def _mark(groups: Groups, j: int, csr: Csr, w: Array, s: Array, few: Buffers) -> int:
+def _mark(groups: Groups, j: int, csr: Csr, w: Array, s: Array, few: Buffers) -> Any:
     """List the slots that the pairs of class j touch, each once, and send for their weights and states."""
     n = np.uint64(0)
     for p in range(groups.start[j], groups.start[j + 1]):
         b = groups.row[p]
         begin, end = csr.indptr[b], csr.indptr[b + 1]
-        slot, index = csr.slot[begin:end], csr.index[begin:end]
+        slot, index = csr.slot[begin:end], csr.column[begin:end]
         for q in range(slot.shape[0]):
             few.at[n] = slot[q]
             n += np.uint64(few.seen[slot[q]] == 0)
             few.seen[slot[q]] = 1
             prefetch(w, index[q])
             prefetch(s, index[q])
-    return n
+    return np.int64(n)
 
 
 @njit(**OPTIONS)
@@ -297,8 +310,10 @@ def push_groups(
             _sum_dense(groups, j, x, grad, share, few)
         elif csr.feature.shape[0] == 0 and 4 * nonzeros > D:
             _sum_sparse(groups, j, csr, grad, share, few)
+        elif nonzeros == 0:
+            n = 0
         else:
-            n, g, c = np.int64(_mark(groups, j, csr, arrays.weight[k], arrays.state[k], few)), few.few_g, few.few_c
+            n, g, c = _mark(groups, j, csr, arrays.weight[k], arrays.state[k], few), few.few_g, few.few_c
             _sum_sparse(groups, j, csr, grad, share, few)
             _collect(n, csr, arrays, rule.prior, few)
         if n < 0 and rule.prior == PRIOR_UNBIASED:

@@ -68,7 +68,7 @@ def _pairs_sparse(
         for p in range(first, last):
             b = groups.row[p]
             begin, end = csr.indptr[b], csr.indptr[b + 1]
-            out[groups.order[p]] = bias[k] + _dot_at(w, csr.index[begin:end], csr.value[begin:end])
+            out[groups.order[p]] = bias[k] + _dot_at(w, csr.column[begin:end], csr.value[begin:end])
 
 
 @njit(cache=True, **OPTIONS)

@@ -14,8 +14,8 @@ class Csr(NamedTuple):
     """Rows of a minibatch that touch U features."""
 
     indptr: Array  # (B+1,) int64
-    index: Array  # (nnz,) uint32, the features
-    slot: Array  # (nnz,) uint32, their numbers among the U; is `index` where all D count as touched
+    column: Array  # (nnz,) uint32, the features
+    slot: Array  # (nnz,) uint32, their numbers among the U; is `column` where all D count as touched
     value: Array  # (nnz,), no zeros
     feature: Array  # (U,) uint32, the feature of a slot; empty where all D count as touched
 

@@ -54,7 +54,7 @@ def _pool() -> ThreadPoolExecutor:
     global _POOL
     with _POOL_LOCK:
         if _POOL is None:
-            _POOL = ThreadPoolExecutor(numba.config.NUMBA_NUM_THREADS, thread_name_prefix="augment-reduce")
+            _POOL = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="augment-reduce")
         return _POOL
 
 

@@ -18,7 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..optim import ADAM, PRIOR_NONE, PRIOR_UNBIASED, ROWWISE_ADAGRAD, SECTION4, Prior, RowOptimizer, SectionFour
+from ..optim import (
+    ADAM,
+    PRIOR_NONE,
+    PRIOR_UNBIASED,
+    ROWWISE_ADAGRAD,
+    SECTION4,
+    SECTION4_EVERY_ENTRY,
+    Prior,
+    RowOptimizer,
+    SectionFour,
+)
 from . import _cpu_classes, _cpu_push, _cpu_scores
 from ._cpu_batch import Batch, load
 from ._cpu_classes import check_classes, group_by_class
@@ -91,8 +101,8 @@ def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | 
     """The optimiser's step at iteration t in numbers; without shares an unbiased prior is not felt."""
     rate, first, second, third = optimizer.scalars(t)
     numbers = (rate, 0.0, 0.0, 0.0, 0.0, first)
-    if optimizer.kind == SECTION4:
-        numbers = (rate, first, 1.0 - first, 0.0, 0.0, 0.0)
+    if optimizer.kind in (SECTION4, SECTION4_EVERY_ENTRY):
+        numbers = (rate, first, 1.0 - first, second, 0.0, 0.0)
     elif optimizer.kind == ADAM:
         numbers = (rate, first, 1.0 - first, second, 1.0 - second, third)
     mode = PRIOR_NONE if prior is None else prior.mode
@@ -108,7 +118,7 @@ def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None
     if optimizer.kind == ROWWISE_ADAGRAD:
         states = [states[0][:, None]]
     none = WORK.array("none", 0, weight.dtype)
-    state2, bias_state2 = (states[1], bias_states[1]) if optimizer.kind == ADAM else (none.reshape(1, 0), none)
+    state2, bias_state2 = (states[1], bias_states[1]) if optimizer.kind >= ADAM else (none.reshape(1, 0), none)
     inverse = none if prior is None else _values(prior.inverse_counts, parameters.weight.dtype)
     inverse_rows = weight.dtype.type(0.0 if prior is None else prior.inverse_rows)
     return Arrays(weight, states[0], state2, bias, bias_states[0], bias_state2, inverse, inverse_rows)
