@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from .._version import __version__
+from ..experiments.command import reproduce
 from . import options as opt
 from . import show
 
@@ -270,6 +271,9 @@ def demo(
     from ..demo import run
 
     run(output_dir, seed=seed, n_jobs=n_jobs, quick=quick)
+
+
+app.command(rich_help_panel="Commands")(explained(reproduce))
 
 
 # ---- what the commands share ----

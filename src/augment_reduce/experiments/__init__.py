@@ -1,0 +1,16 @@
+"""Section 4 of the paper, run again: `augment-reduce reproduce`.
+
+settings.py    the paper's settings and the numbers it printed, in one table each
+sources.py     the data of a study, or random data of its shape where the files cannot be had
+cells.py       one cell (a dataset, a method, a seed): train, look, checkpoint, go on after a stop
+evaluate.py    what is measured on a trained cell
+synthetic.py   what is measured in section 4.1
+store.py       the results folder: finished cells and checkpoints
+runner.py      which cells a target needs, and running them, several at a time if asked
+board.py       progress over cells
+tables.py      paper | ours | difference, as rows
+show.py        how the tables look
+figure.py      figure 2 and the learning curves, for paper (png, pdf) and page (svg)
+report.py      the page, out of page.py's template
+command.py     the command as it is typed
+"""

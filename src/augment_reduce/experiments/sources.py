@@ -1,0 +1,75 @@
+"""The data of a study: the files themselves, or random data of their shape where only time is measured."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from ..data import Dataset, DatasetNotFoundError, load_dataset, random_like
+from ..data.registry import HOMES
+from .settings import STUDIES, Study
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows to train on and, where there are any, rows to test on; `identity` tells one set of rows from another."""
+
+    dataset: Dataset
+    X: Any
+    y: np.ndarray
+    X_test: Any | None
+    y_test: np.ndarray | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**self.dataset.statistics(), "labels_crc32": zlib.crc32(np.ascontiguousarray(self.y).tobytes())}
+
+
+@lru_cache(maxsize=1)
+def load(study: Study, path: Path | None) -> Source:
+    """The rows of a study, as the paper prepares them. The last ones loaded stay in memory."""
+    if study.of_shape is not None:
+        dataset = random_like(study.of_shape)
+    else:
+        found = load_dataset(study.name, path, seed=study.data_seed)
+        assert isinstance(found, Dataset)
+        dataset = found
+    X, y = dataset.train
+    if X.shape[1] == 0:  # scikit-learn wants a column: one without entries, whose weights nothing ever touches
+        X = sparse.csr_matrix((X.shape[0], 1), dtype=np.float32)
+    X_test, y_test = (None, None) if dataset.test is None else dataset.test
+    return Source(dataset, X, y, X_test, y_test)
+
+
+def how_to_get(name: str) -> str:
+    """Where the files of a dataset are to be had and to be put, in a sentence that holds on any machine."""
+    home = HOMES[name]
+    files = ", ".join(dict.fromkeys(file.names[0] for file in home.files.values()))
+    return (
+        f"{home.page}. {home.advice} Put {files} into {home.folders[0]}/ below the folder that you name with --data or "
+        "with AUGMENT_REDUCE_DATA."
+    )
+
+
+def survey(names: Iterable[str], path: Path | None) -> dict[str, dict[str, Any]]:
+    """Table 1 as found: by dataset its statistics, or under "missing" what to get and where to put it."""
+    if path is not None and not path.is_dir():
+        raise NotADirectoryError(
+            f"Expected --data to be the folder that holds mnist/, bibtex/ and so on, but there is no folder {path}."
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        try:
+            dataset = load(STUDIES[name], path).dataset
+        except DatasetNotFoundError:
+            found[name] = {"missing": how_to_get(name)}
+        else:
+            found[name] = {**dataset.statistics(), "notes": list(dataset.notes)}
+    return found
