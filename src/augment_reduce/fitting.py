@@ -28,7 +28,7 @@ from .scores import kernels_for, score
 from .training import Evaluators, Run, Schedule, mix, train
 from .vem import Problem, State
 
-GAP_PAIRS = 2_000_000  # (row, class) pairs that one look at the bound's gap may cost
+GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
 VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
 
 
@@ -144,6 +144,7 @@ def run(fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[st
         batch_size=settings.batch_size,
         max_iter=n_iter,
         record_every=max(1, min(n_iter // 200, per_epoch)),
+        bound_every=1 if n_iter < 200 else max(1, min(10, n_iter // 200)),
         evaluate_every=max(1, n_iter // 20),
         seed=fitted.seed,
         origin=0 if persistent else fitted.clock.iteration,
@@ -234,7 +235,9 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callab
     if problem.method in ("sampled-softmax", "exact"):
         return None
     K = len(state.parameters.bias)
-    rows = active[:: max(1, len(active) // 256)][: min(256, max(8, GAP_PAIRS // K))]
+    pairs = GAP_PAIRS["closed form" if problem.noise.name == "softmax" else "quadrature"]
+    n_looked_at = min(256, max(8, pairs // K), len(active))
+    rows = active[np.linspace(0, len(active) - 1, n_looked_at).astype(np.int64)]
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     everything = AllClasses().bind(np.ones(K), problem.kernels.draw_without_replacement)

@@ -47,8 +47,12 @@ class StepSize:
     def at(self, visits: Tensor, clock: Clock, dtype: torch.dtype) -> Tensor:
         if self.counts == "visits":
             return self.scale * (1.0 + visits.to(dtype)) ** -self.power
+        return torch.full(visits.shape, self.now(clock), dtype=dtype)
+
+    def now(self, clock: Clock) -> float:
+        """The alpha of all rows, where it counts epochs or iterations."""
         count = clock.epoch if self.counts == "epoch" else clock.iteration
-        return torch.full(visits.shape, self.scale * (1.0 + count) ** -self.power, dtype=dtype)
+        return self.scale * (1.0 + count) ** -self.power
 
 
 class LocalStep:
@@ -129,9 +133,15 @@ class NaturalGradient(LocalStep):
 
     def blend(self, state: LocalState, rows: Tensor, log_tilde: Tensor, clock: Clock) -> None:
         """eta <- (1 - alpha) eta + alpha eta~, as log-sum-exp of the two logs."""
-        log_eta, visits = state["log_eta"][rows], state["visits"][rows]
-        alpha = self.step_size.at(visits, clock, log_eta.dtype)
-        state["log_eta"][rows] = torch.logaddexp(torch.log1p(-alpha) + log_eta, torch.log(alpha) + log_tilde)
+        log_eta = state["log_eta"][rows]
+        visits = state["visits"][rows]
+        if self.step_size.counts == "visits":
+            alpha = self.step_size.at(visits, clock, log_eta.dtype)
+            old, new = torch.log1p(-alpha) + log_eta, torch.log(alpha) + log_tilde
+        else:  # one alpha below 1 for all rows: plain numbers
+            alpha_now = self.step_size.now(clock)
+            old, new = log_eta + math.log1p(-alpha_now), log_tilde + math.log(alpha_now)
+        state["log_eta"][rows] = torch.logaddexp(old, new)
         state["visits"][rows] = visits + 1
 
     def e_and_m(

@@ -49,6 +49,7 @@ class Schedule:
     batch_size: int
     max_iter: int  # this many more iterations
     record_every: int  # iterations between records of the bound
+    bound_every: int  # iterations between those whose bound is computed and averaged into a record
     evaluate_every: int  # iterations between looks at validation rows and at the bound's gap
     seed: int
     origin: int = 0  # the iteration before the first epoch over these rows
@@ -154,7 +155,8 @@ def train(
                 order = problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows)]
             rows = order[slot * B : (slot + 1) * B]
             generator.manual_seed(mix(schedule.seed, 2, t))
-            state, info = step(problem, state, rows, Clock(t, epoch + 1), generator=generator)
+            wanted = t % schedule.bound_every == 0 or t == last
+            state, info = step(problem, state, rows, Clock(t, epoch + 1), generator=generator, want_bound=wanted)
             window.add(info, len(rows))
             elapsed += time.perf_counter() - started
             progress.advance()
