@@ -110,7 +110,8 @@ class NaturalGradient(LocalStep):
     """Softmax. State `log_eta`; `floor` guards the M step (see `floored`)."""
 
     name: ClassVar[str] = "natural-gradient"
-    step_size: StepSize = field(default_factory=StepSize)
+    # 0.6, not the paper's 0.9: eta starts near K and must forget that while the weights still move (docs/math.md)
+    step_size: StepSize = field(default_factory=lambda: StepSize(1.0, 0.6, "visits"))
     uses_updated: bool = False
     floor: bool = True
 

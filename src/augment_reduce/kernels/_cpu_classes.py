@@ -1,10 +1,11 @@
-"""Sort pairs by their classes; draw classes. In time O(pairs), whatever the number of classes."""
+"""Sort pairs by their classes, lay them out by class, draw classes: in time O(pairs), whatever the number of them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
+from ._cpu_lanes import LANES
 from ._cpu_types import OPTIONS, Array, Groups
 from ._cpu_work import WORK, equal
 
@@ -87,6 +88,17 @@ def group_by_class(classes: Array, n: int) -> Groups:
     kept[...] = classes
     WORK.groups = (kept, groups)
     return groups
+
+
+@njit(cache=True, **OPTIONS)
+def spread(a: Array, column: Array, label_a: Array, label_column: Array, out: Array) -> None:
+    """a (B, C) and the labels' own, by block of 16 distinct classes: out (blocks, B, 16). Column -1: left out."""
+    out[...] = 0
+    for b in range(a.shape[0]):
+        for c in range(a.shape[1]):
+            out[column[c] // LANES, b, column[c] % LANES] += a[b, c]
+        if label_column[b] >= 0:
+            out[label_column[b] // LANES, b, label_column[b] % LANES] += label_a[b]
 
 
 @njit(cache=True, **OPTIONS)

@@ -14,9 +14,10 @@ from numba import njit
 
 from ..optim import ADAGRAD, ADAM, PRIOR_TOUCHED, PRIOR_UNBIASED, ROWWISE_ADAGRAD, SECTION4
 from ._cpu_lanes import LANES, add_lanes, prefetch
-from ._cpu_types import OPTIONS, Array, Arrays, Buffers, Csr, Groups, Rule
+from ._cpu_types import OPTIONS, Array, Arrays, Buffers, Rule
 
 CHUNK = 64  # features transposed at a time
+AHEAD = 4  # classes whose rows are sent for before their turn
 
 
 # The rules of optim.py for one entry: (rule, g, s, r) -> (step size h, gradient to follow, new s, new r).
@@ -108,7 +109,7 @@ def _mean_square(g: Array, n: int) -> float:
     return total / max(count, 1)
 
 
-@njit(inline="always", **OPTIONS)
+@njit(**OPTIONS)
 def _step(rule: Rule, w: Array, s: Array, r: Array, g: Array, c: Array, n: int) -> None:
     """One step on n entries; for row-wise Adagrad s is the row's one number."""
     prior = rule.prior == PRIOR_UNBIASED
@@ -117,11 +118,11 @@ def _step(rule: Rule, w: Array, s: Array, r: Array, g: Array, c: Array, n: int) 
     if rule.kind == ROWWISE_ADAGRAD:
         s[0] += w.dtype.type(_mean_square(g, n))
         rate = rule.rate / (np.sqrt(s[0]) + rule.eps)
-        rule = Rule(rule.kind, rule.prior, rate, rule.a, rule.b, rule.c, rule.d, rule.eps, rule.variance)
+        fixed = Rule(rule.kind, rule.prior, rate, rule.a, rule.b, rule.c, rule.d, rule.eps, rule.variance)
         if prior:
-            _fixed_prior(rule, w, s, r, g, c, n)
+            _fixed_prior(fixed, w, s, r, g, c, n)
         else:
-            _fixed_loop(rule, w, s, r, g, c, n)
+            _fixed_loop(fixed, w, s, r, g, c, n)
     elif rule.kind == SECTION4:
         if prior:
             _section4_prior(rule, w, s, r, g, c, n)
@@ -155,26 +156,37 @@ def _scatter(to: Array, source: Array, at: Array, n: int) -> None:
         to[at[i]] = source[i]
 
 
-@njit(inline="always", **OPTIONS)
-def _step_class(rule: Rule, arrays: Arrays, k: int, n: int, g: Array, c: Array, few: Buffers) -> None:
-    """One step on class row k: on all of it (n < 0), or on its n entries few.at, gathered and put back."""
-    w, s, r = arrays.weight[k], arrays.state[k], arrays.state2[k if rule.kind >= ADAM else 0]
-    to_w, to_s, to_r, m = w, s, r, w.shape[0]
-    if n >= 0:
-        to_w, to_r, m = few.few_w, few.few_r, n
-        _gather(to_w, w, few.at, n)
-        if rule.kind != ROWWISE_ADAGRAD:
-            to_s = few.few_s
-            _gather(to_s, s, few.at, n)
+# Between compiled functions arrays travel as plain tuples, in the order of the named ones in `_cpu_types`. Views are
+# made where they are used: one chosen between two has its references counted, which costs as much as a short row.
+
+
+@njit(**OPTIONS)
+def _step_row(rule: Rule, arrays: tuple, k: int, g: Array, c: Array) -> None:
+    """One step on the whole of class row k."""
+    weight, state, state2, inverse_counts = arrays[0], arrays[1], arrays[2], arrays[6]
+    if rule.prior == PRIOR_UNBIASED:
+        for d in range(weight.shape[1]):
+            c[d] *= inverse_counts[d]
+    _step(rule, weight[k], state[k], state2[k if rule.kind >= ADAM else 0], g, c, weight.shape[1])
+
+
+@njit(**OPTIONS)
+def _step_at(rule: Rule, arrays: tuple, k: int, g: Array, c: Array, n: int, few: tuple) -> None:
+    """One step on the n entries `at` of class row k, gathered and put back."""
+    weight, state, state2 = arrays[0], arrays[1], arrays[2]
+    at, few_w, few_s, few_r = few[3], few[6], few[7], few[8]
+    _gather(few_w, weight[k], at, n)
+    if rule.kind == ROWWISE_ADAGRAD:
+        _step(rule, few_w, state[k], few_r, g, c, n)
+    else:
+        _gather(few_s, state[k], at, n)
         if rule.kind >= ADAM:
-            _gather(to_r, r, few.at, n)
-    _step(rule, to_w, to_s, to_r, g, c, m)
-    if n >= 0:
-        _scatter(w, to_w, few.at, n)
-        if rule.kind != ROWWISE_ADAGRAD:
-            _scatter(s, to_s, few.at, n)
+            _gather(few_r, state2[k], at, n)
+        _step(rule, few_w, few_s, few_r, g, c, n)
+        _scatter(state[k], few_s, at, n)
         if rule.kind >= ADAM:
-            _scatter(r, to_r, few.at, n)
+            _scatter(state2[k], few_r, at, n)
+    _scatter(weight[k], few_w, at, n)
 
 
 @njit(cache=True, **OPTIONS)
@@ -210,139 +222,136 @@ def _add4(g: Array, x0: Array, x1: Array, x2: Array, x3: Array, a0: Any, a1: Any
 
 
 @njit(**OPTIONS)
-def _sum_dense(groups: Groups, j: int, x: Array, grad: Array, share: Array, few: Buffers) -> None:
+def _sum_bias(j: int, groups: tuple, indptr: Array, grad: Array, share: Array, bias_g: Array, bias_c: Array) -> int:
+    """Gradient and prior share of the bias of class j; returns how many non-zeros its pairs hold."""
+    start, order, row, nonzeros = groups[1], groups[2], groups[3], 0
+    g = c = grad.dtype.type(0)
+    for p in range(start[j], start[j + 1]):
+        nonzeros += indptr[row[p] + 1] - indptr[row[p]]
+        g += grad[order[p]]
+        if share.shape[0] > 0:
+            c += share[order[p]]
+    bias_g[j], bias_c[j] = g, c
+    return nonzeros
+
+
+@njit(**OPTIONS)
+def _sum_dense(j: int, groups: tuple, x: Array, grad: Array, share: Array, g: Array, c: Array) -> None:
     """g = sum of grad x and c = sum of share [x != 0] over the pairs of class j."""
-    order, row = groups.order, groups.row
-    p, last = groups.start[j], groups.start[j + 1]
+    start, order, row = groups[1], groups[2], groups[3]
+    p, last = start[j], start[j + 1]
     if share.shape[0] > 0:
         for q in range(p, last):
             x0, a0 = x[row[q]], share[order[q]]
             for d in range(x0.shape[0]):
-                few.c[d] = few.c[d] + (a0 if x0[d] != 0 else share.dtype.type(0))
+                c[d] = c[d] + (a0 if x0[d] != 0 else share.dtype.type(0))
     while p + 4 <= last:
         x0, x1, x2, x3 = x[row[p]], x[row[p + 1]], x[row[p + 2]], x[row[p + 3]]
         a0, a1, a2, a3 = grad[order[p]], grad[order[p + 1]], grad[order[p + 2]], grad[order[p + 3]]
-        _add4(few.g, x0, x1, x2, x3, a0, a1, a2, a3)
+        _add4(g, x0, x1, x2, x3, a0, a1, a2, a3)
         p += 4
     while p < last:
-        _add(few.g, x[row[p]], grad[order[p]])
+        _add(g, x[row[p]], grad[order[p]])
         p += 1
 
 
 @njit(**OPTIONS)
-def _sum_sparse(groups: Groups, j: int, csr: Csr, grad: Array, share: Array, few: Buffers) -> None:
+def _sum_sparse(j: int, groups: tuple, csr: tuple, grad: Array, share: Array, g: Array, c: Array) -> None:
     """As _sum_dense, by slots."""
-    for p in range(groups.start[j], groups.start[j + 1]):
-        b, o = groups.row[p], groups.order[p]
-        begin, end = csr.indptr[b], csr.indptr[b + 1]
-        slot, value, a = csr.slot[begin:end], csr.value[begin:end], grad[o]
+    start, order, row, indptr, slots, values = groups[1], groups[2], groups[3], csr[0], csr[2], csr[3]
+    for p in range(start[j], start[j + 1]):
+        begin, end = indptr[row[p]], indptr[row[p] + 1]
+        slot, value, a = slots[begin:end], values[begin:end], grad[order[p]]
         for q in range(slot.shape[0]):
-            few.g[slot[q]] += a * value[q]
+            g[slot[q]] += a * value[q]
         if share.shape[0] > 0:
             for q in range(slot.shape[0]):
-                few.c[slot[q]] += share[o]
+                c[slot[q]] += share[order[p]]
 
 
 @njit(**OPTIONS)
-def _mark(groups: Groups, j: int, csr: Csr, w: Array, s: Array, few: Buffers) -> Any:
+def _mark(j: int, groups: tuple, csr: tuple, w: Array, s: Array, seen: Array, at: Array) -> Any:
     """List the slots that the pairs of class j touch, each once, and send for their weights and states."""
-    n = np.uint64(0)
-    for p in range(groups.start[j], groups.start[j + 1]):
-        b = groups.row[p]
-        begin, end = csr.indptr[b], csr.indptr[b + 1]
-        slot, index = csr.slot[begin:end], csr.column[begin:end]
+    start, row, indptr, columns, slots, n = groups[1], groups[3], csr[0], csr[1], csr[2], np.uint64(0)
+    for p in range(start[j], start[j + 1]):
+        begin, end = indptr[row[p]], indptr[row[p] + 1]
+        slot, column = slots[begin:end], columns[begin:end]
         for q in range(slot.shape[0]):
-            few.at[n] = slot[q]
-            n += np.uint64(few.seen[slot[q]] == 0)
-            few.seen[slot[q]] = 1
-            prefetch(w, index[q])
-            prefetch(s, index[q])
+            at[n] = slot[q]
+            n += np.uint64(seen[slot[q]] == 0)
+            seen[slot[q]] = 1
+            prefetch(w, column[q])
+            prefetch(s, column[q])
     return np.int64(n)
 
 
 @njit(**OPTIONS)
-def _collect(n: int, csr: Csr, arrays: Arrays, prior: int, few: Buffers) -> None:
+def _collect(n: int, feature: Array, inverse_counts: Array, prior: int, few: tuple) -> None:
     """Take the sums out of g and c, leaving zeros, and turn slots into features."""
+    g, c, seen, at, few_g, few_c = few[0], few[1], few[2], few[3], few[4], few[5]
     for i in range(n):
-        u = few.at[i]
-        few.few_g[i] = few.g[u]
-        few.g[u] = 0
-        few.seen[u] = 0
-        few.at[i] = csr.feature[u] if csr.feature.shape[0] > 0 else u
+        u = at[i]
+        d = feature[u] if feature.shape[0] > 0 else u
+        few_g[i] = g[u]
         if prior == PRIOR_UNBIASED:
-            few.few_c[i] = few.c[u] * arrays.inverse_counts[few.at[i]]
-            few.c[u] = 0
+            few_c[i] = c[u] * inverse_counts[d]
+            c[u] = 0
+        g[u] = 0
+        seen[u] = 0
+        at[i] = d
 
 
 @njit(cache=True, **OPTIONS)
 def push_groups(
     lo: int,
     hi: int,
-    groups_: tuple,
-    csr_: tuple,
+    groups: tuple,
+    csr: tuple,
     x: Array,
     grad: Array,
     share: Array,
-    arrays_: tuple,
+    arrays: tuple,
     rule_: tuple,
     bias_g: Array,
     bias_c: Array,
-    few_: tuple,
+    few: tuple,
 ) -> None:
     """Classes lo..hi of the groups, from dense rows `x` or, where it has none, from `csr`.
 
     A class row whose pairs hold many non-zeros for its length is stepped as a whole, another where it is
     touched: either way the work is that of the non-zeros. Gradients of the biases are left in bias_g.
     """
-    groups, csr, arrays, rule, few = Groups(*groups_), Csr(*csr_), Arrays(*arrays_), Rule(*rule_), Buffers(*few_)
-    D = arrays.weight.shape[1]
+    classes, weight, state, indptr, feature, g, c = groups[0], arrays[0], arrays[1], csr[0], csr[4], few[0], few[1]
+    rule, D, dense, numbered = Rule(*rule_), weight.shape[1], x.shape[0] > 0, feature.shape[0] > 0
     for j in range(lo, hi):
-        nonzeros = 0
-        total = total_c = grad.dtype.type(0)
-        for p in range(groups.start[j], groups.start[j + 1]):
-            nonzeros += csr.indptr[groups.row[p] + 1] - csr.indptr[groups.row[p]]
-            total += grad[groups.order[p]]
-            if share.shape[0] > 0:
-                total_c += share[groups.order[p]]
-        bias_g[j], bias_c[j] = total, total_c
-        k, n, g, c = groups.classes[j], -1, few.g, few.c
-        if x.shape[0] > 0:
-            _sum_dense(groups, j, x, grad, share, few)
-        elif csr.feature.shape[0] == 0 and 4 * nonzeros > D:
-            _sum_sparse(groups, j, csr, grad, share, few)
-        elif nonzeros == 0:
-            n = 0
-        else:
-            n, g, c = _mark(groups, j, csr, arrays.weight[k], arrays.state[k], few), few.few_g, few.few_c
-            _sum_sparse(groups, j, csr, grad, share, few)
-            _collect(n, csr, arrays, rule.prior, few)
-        if n < 0 and rule.prior == PRIOR_UNBIASED:
-            for d in range(D):
-                c[d] *= arrays.inverse_counts[d]
-        if n != 0:
-            _step_class(rule, arrays, k, n, g, c, few)
-
-
-@njit(cache=True, **OPTIONS)
-def spread(a: Array, column: Array, label_a: Array, label_column: Array, out: Array) -> None:
-    """a (B, C) and the labels' own, by block of 16 distinct classes: out (blocks, B, 16). Column -1: left out."""
-    out[...] = 0
-    for b in range(a.shape[0]):
-        for c in range(a.shape[1]):
-            out[column[c] // LANES, b, column[c] % LANES] += a[b, c]
-        if label_column[b] >= 0:
-            out[label_column[b] // LANES, b, label_column[b] % LANES] += label_a[b]
+        k = classes[j]
+        if j + AHEAD < hi:
+            for d in range(0, min(D, 64), 16):
+                prefetch(weight, classes[j + AHEAD] * D + d)
+                prefetch(state, classes[j + AHEAD] * state.shape[1] + d)
+        nonzeros = _sum_bias(j, groups, indptr, grad, share, bias_g, bias_c)
+        if dense:
+            _sum_dense(j, groups, x, grad, share, g, c)
+            _step_row(rule, arrays, k, g, c)
+        elif not numbered and 4 * nonzeros > D:
+            _sum_sparse(j, groups, csr, grad, share, g, c)
+            _step_row(rule, arrays, k, g, c)
+        elif nonzeros > 0:
+            n = _mark(j, groups, csr, weight[k], state[k], few[2], few[3])
+            _sum_sparse(j, groups, csr, grad, share, g, c)
+            _collect(n, feature, arrays[6], rule.prior, few)
+            _step_at(rule, arrays, k, few[4], few[5], n, few)
 
 
 @njit(**OPTIONS)
-def _sum_block(csr: Csr, factor: Array, a: Array, tile: Array, to: Array, bias: Array) -> None:
+def _sum_block(indptr: Array, slot: Array, factor: Array, a: Array, tile: Array, to: Array, bias: Array) -> None:
     """to[s, u] = sum over non-zeros (b, u) of factor a[b, s], sixteen s at once. `tile` is zero before and after."""
     flat = a.reshape(-1)
     bias[:LANES] = 0
     for b in range(a.shape[0]):
-        for q in range(csr.indptr[b], csr.indptr[b + 1]):
+        for q in range(indptr[b], indptr[b + 1]):
             i = np.uint64(q)
-            add_lanes(tile, np.uint64(csr.slot[i]) * np.uint64(LANES), factor[i], flat, b * LANES)
+            add_lanes(tile, np.uint64(slot[i]) * np.uint64(LANES), factor[i], flat, b * LANES)
         for s in range(LANES):
             bias[s] += a[b, s]
     for u0 in range(0, to.shape[1], CHUNK):
@@ -357,32 +366,34 @@ def push_blocks(
     lo: int,
     hi: int,
     classes: Array,
-    csr_: tuple,
+    csr: tuple,
     ones: Array,
     grad: Array,
     share: Array,
-    arrays_: tuple,
+    arrays: tuple,
     rule_: tuple,
     bias_g: Array,
     bias_c: Array,
-    few_: tuple,
+    few: tuple,
     tile: Array,
     rows_g: Array,
     rows_c: Array,
 ) -> None:
     """Blocks lo..hi of 16 distinct classes; grad[block, b] holds the gradients of one row's 16 scores."""
-    csr, arrays, rule, few = Csr(*csr_), Arrays(*arrays_), Rule(*rule_), Buffers(*few_)
-    U, numbered = rows_g.shape[1], csr.feature.shape[0] > 0
+    indptr, slot, value, feature, inverse_counts, at = csr[0], csr[2], csr[3], csr[4], arrays[6], few[3]
+    rule, U, numbered = Rule(*rule_), rows_g.shape[1], feature.shape[0] > 0
     if numbered:
-        few.at[:U] = csr.feature
+        at[:U] = feature
     for block in range(lo, hi):
-        _sum_block(csr, csr.value, grad[block], tile, rows_g, bias_g[block * LANES :])
+        _sum_block(indptr, slot, value, grad[block], tile, rows_g, bias_g[block * LANES :])
         if rule.prior == PRIOR_UNBIASED:
-            _sum_block(csr, ones, share[block], tile, rows_c, bias_c[block * LANES :])
-        for s in range(min(LANES, classes.shape[0] - block * LANES)):
-            g, c = rows_g[s], rows_c[s]
+            _sum_block(indptr, slot, ones, share[block], tile, rows_c, bias_c[block * LANES :])
+        for s in range(min(LANES, classes.shape[0] - block * LANES) if U > 0 else 0):
+            k, g, c = classes[block * LANES + s], rows_g[s], rows_c[s]
+            if not numbered:
+                _step_row(rule, arrays, k, g, c)
+                continue
             if rule.prior == PRIOR_UNBIASED:
                 for u in range(U):
-                    c[u] *= arrays.inverse_counts[csr.feature[u] if numbered else u]
-            if U > 0:
-                _step_class(rule, arrays, classes[block * LANES + s], U if numbered else -1, g, c, few)
+                    c[u] *= inverse_counts[feature[u]]
+            _step_at(rule, arrays, k, g, c, U, few)

@@ -245,11 +245,11 @@ def push_shared(
     c = own_c = none = WORK.array("none", 0, dtype)
     shape = (-(-len(distinct) // LANES), B, LANES)
     blocks, blocks_c = WORK.array("blocks", shape[0] * B * LANES, dtype).reshape(shape), none.reshape(0, 0, 0)
-    _cpu_push.spread(g, column, own_g, own_column, blocks)
+    _cpu_classes.spread(g, column, own_g, own_column, blocks)
     if share is not None and label_share is not None and rule.prior == PRIOR_UNBIASED:
         c, own_c = _values(share, kind), _values(label_share, kind)
         blocks_c = WORK.array("blocks_c", blocks.size, dtype).reshape(shape)
-        _cpu_push.spread(c, column, own_c, own_column, blocks_c)
+        _cpu_classes.spread(c, column, own_c, own_column, blocks_c)
         own_c = own_c[alone]
     if len(distinct):
         _push_blocks(distinct, _csr(batch, B, dtype), blocks, blocks_c, arrays, rule)
