@@ -31,9 +31,9 @@ FIT: dict[str, Any] = {
     "n_sampled_classes": 500,
     "batch_size": 512,
     "optimizer": "adagrad",
-    "learning_rate": 0.3,
+    "learning_rate": 0.1,
 }
-EPOCHS = 8
+EPOCHS = 5
 MIN_COUNT = 5  # dependencies named by fewer training packages are left out
 
 QUICK_EVERY, QUICK_EPOCHS = 20, 3  # --quick: one training package in twenty
@@ -232,7 +232,8 @@ def say_how_good(console: Console, model: AugmentReduceClassifier, data: DemoDat
     console.print()
     console.print(grid)
     console.print(
-        f"\nOver {data.test.n_rows:,} packages not seen in training ({data.n_test_left_out:,} more need only rarer ones).",
+        f"\nOver {data.test.n_rows:,} packages not seen in training "
+        f"({data.n_test_left_out:,} more need only rarer ones).",
         style="dim",
     )
 
