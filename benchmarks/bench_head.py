@@ -1,0 +1,406 @@
+"""The torch head on one GPU: checked against plain torch, then timed beside what one would use instead.
+
+    python benchmarks/bench_head.py                    # everything, a few minutes; appends to benchmarks/head.csv
+    python benchmarks/bench_head.py --only parity steps kernels
+    python benchmarks/bench_head.py --only tune        # other tiles for the matrix products
+    python benchmarks/bench_head.py --tiny             # small shapes on the CPU, plain torch: does it run?
+
+A step is the whole training step of the head: draw, scores, local step, gradient to `hidden`, optimiser step on the
+touched rows. B = 4,096 rows, |S| = 4,096 classes shared by them, hidden in bfloat16, weights and Adagrad state in
+float32. Several steps with different inputs are captured in one CUDA graph; times are medians over replays, per step.
+
+    section    what it does
+    ceilings   device-to-device copy, bfloat16 matrix product: what the chip gives here
+    parity     every model, local step, sampler and optimiser: kernels against plain torch in float32
+    graph      the captured step against the eager one, bit by bit
+    steps      milliseconds a step by K and D, memory beyond weights and state
+    kernels    where a step's time goes, and each product's share of its floor
+    peers      exact losses (forward and backward only) and sampled softmax in torch operations
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from head_tools import Report, all_steps, captured, guarded, inputs, make_head, table, times
+from torch import Tensor
+
+from augment_reduce.nn import AugmentReduceHead, SharedSampler, _step
+from augment_reduce.nn import head as head_module
+from augment_reduce.nn.functional import linear_sampled_softmax
+
+SECTIONS = ("ceilings", "parity", "graph", "steps", "kernels", "peers", "tune")
+DEFAULT = SECTIONS[:-1]
+STEPS_IN_GRAPH = 8  # different rows and labels each, so that the cache does not hold them
+SHAPES_K, SHAPES_D = (10**4, 10**5, 10**6, 10**7), (128, 512)
+
+
+def ceilings(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    if device.type != "cuda":
+        return
+    x = torch.randint(256, (2**31,), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    found = times(lambda: y.copy_(x), 20, 1, device)
+    report.add("ceilings", "copy", **found, note=f"{2 * x.numel() / found['ms_p50'] / 1e9:.2f} TB/s")
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    found = times(lambda: a @ b, 20, 1, device)
+    report.add("ceilings", "bfloat16 product", **found, note=f"{2 * 8192**3 / found['ms_p50'] / 1e9:.0f} TFLOP/s")
+
+
+PARITY: list[dict[str, Any]] = [
+    {"local": "amortised", "class_sampling": "uniform-shared"},
+    {"local": "fresh", "class_sampling": "stratified-shared", "optimizer": "rowwise-adagrad"},
+    {"local": "persistent", "class_sampling": "frequency-shared", "optimizer": "adam"},
+    {"model": "probit", "local": "amortised", "class_sampling": "frequency-shared"},
+    {"model": "logistic", "local": "fresh", "class_sampling": "stratified-shared", "optimizer": "adam"},
+    {"model": "probit", "local": "persistent", "class_sampling": "uniform-shared"},
+    {"model": "logistic", "local": "amortised", "n_nodes": 3, "reduction": "sum"},
+    {"local": "fresh", "reduction": "none", "bias": False},
+    {"local": "fresh", "optimizer": None},
+]
+
+
+@contextlib.contextmanager
+def backend(module: Any) -> Iterator[None]:
+    kept = head_module.backend_for
+    head_module.backend_for = lambda *_: module  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        head_module.backend_for = kept
+
+
+def outcome(
+    module: Any, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, **options: Any
+) -> dict:
+    """Everything that two steps leave behind."""
+    B, S, K, D = shape
+    model = options.pop("model", "softmax")
+    head = AugmentReduceHead(
+        D, K, model, n_sampled_classes=S, class_counts=1.0 / torch.arange(1, K + 1), n_rows=2 * B, device=device,
+        generator=torch.Generator().manual_seed(3), **{"optimizer": "adagrad", **options},
+    )  # fmt: skip
+    found = {}
+    for t, (hidden, target) in enumerate(inputs(K, D, B, 2, dtype, device)):
+        target[5] = -100
+        with backend(module):
+            loss = head(hidden, target, index=torch.arange(B, device=device) + t)
+            loss.backward(torch.linspace(0.5, 1.5, B, device=device) if loss.ndim else None)
+        assert hidden.grad is not None
+        found[f"loss {t}"], found[f"hidden {t}"] = loss.detach().double(), hidden.grad.double()
+    found.update({name: x.double() for name, x in head.state_dict().items()})
+    found.update(
+        {f"grad {i}": p.grad.to_dense().double() for i, p in enumerate(head.parameters()) if p.grad is not None}
+    )
+    return found
+
+
+def parity(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    if device.type != "cuda":
+        return
+    odd, even = (300, 257, 5_003, 97), (512, 512, 4_096, 128)
+    cases = [(odd, options, torch.float32, "highest", 5e-5) for options in PARITY]
+    cases += [(even, options, torch.bfloat16, "highest", 2e-2) for options in PARITY]
+    cases += [(even, PARITY[0], torch.float32, "high", 3e-3)]
+    for case in cases:
+        with guarded(report, "parity", " ".join(str(part) for part in case[1:3])):
+            one_parity(report, device, *case)
+
+
+def one_parity(
+    report: Report,
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    precision: str,
+    limit: float,
+) -> None:
+    from augment_reduce.kernels import cuda
+
+    kept = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        ours = outcome(cuda, shape, dtype, device, **options)
+        torch.set_float32_matmul_precision("highest")
+        theirs = outcome(_step, shape, dtype, device, **options)
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    # In low precision Adagrad's first step looks at signs, so weights say little: gradients and state do.
+    names = [n for n in ours if limit < 1e-3 or "weight" not in n]
+    errors = {n: float((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp_min(1e-6)) for n in names}
+    worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
+    verdict = "ok" if errors[worst] < limit else "FAILED"
+    kind = {"highest": "float32", "high": "tf32"}[precision] if dtype == torch.float32 else "bfloat16"
+    name = "-".join(str(v) for v in options.values()) + " " + kind
+    note = f"{verdict}: worst {worst} {errors[worst]:.1e} (limit {limit:.0e})"
+    report.add("parity", name, K=shape[2], D=shape[3], B=shape[0], S=shape[1], note=note)
+
+
+def graph(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    if device.type != "cuda":
+        return
+    B, S, K, D = 1024, 1024, 100_000, 128
+    for options in ({"local": "amortised"}, {"local": "fresh", "optimizer": "adam"}, {"model": "logistic"}):
+        batches = inputs(K, D, B, STEPS_IN_GRAPH, torch.bfloat16, device)
+        head = make_head(K, D, S, device, **options)
+        held: list[list[Tensor]] = []
+        replay = captured(lambda head=head, batches=batches, held=held: held.append(all_steps(head, batches)))
+        start = copy.deepcopy(head.state_dict())
+        for _ in range(2):
+            replay.replay()
+        torch.cuda.synchronize()
+        by_graph, grads = copy.deepcopy(head.state_dict()), [g.clone() for g in held[-1]]
+        head.load_state_dict(start)
+        all_steps(head, batches)
+        eager = all_steps(head, batches)
+        off = max(float((a.double() - b.double()).abs().max()) for a, b in zip(grads, eager, strict=True))
+        moved = max(
+            float((by_graph[name].double() - x.double()).abs().max())
+            for name, x in head.state_dict().items()
+            if x.numel()
+        )
+        verdict = "ok" if off == 0.0 and moved == 0.0 else "DIFFERS"
+        note = f"{verdict}: gradients {off:.1e}, state {moved:.1e}"
+        report.add("graph", "captured against eager " + "-".join(options.values()), K=K, D=D, B=B, S=S, note=note)
+
+
+def steps(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    for D in sizes.D:
+        for K in sizes.K:
+            variants: list[dict[str, Any]] = [{"local": "amortised"}, {"local": "fresh"}]
+            if sizes.K[-2:][0] == K:  # the second largest: K = 1e6
+                variants += [
+                    {"model": "logistic", "local": "amortised"},
+                    {"model": "probit", "local": "amortised"},
+                    {"local": "amortised", "optimizer": "rowwise-adagrad"},
+                    {"local": "amortised", "optimizer": "adam"},
+                    {"local": "amortised", "dtype": torch.bfloat16},
+                    {"local": "fresh", "class_counts": 1.0 / torch.arange(1, K + 1, dtype=torch.float64)},
+                ]
+            for options in variants:
+                with guarded(report, "steps", f"K={K} D={D} {options.get('model', 'softmax')}"):
+                    one_shape(report, device, sizes, K, D, options)
+
+
+def one_shape(
+    report: Report, device: torch.device, sizes: argparse.Namespace, K: int, D: int, options: dict[str, Any]
+) -> None:
+    names = [str(v) for k, v in options.items() if k != "class_counts"] + (
+        ["stratified"] if "class_counts" in options else []
+    )
+    name = (
+        " ".join([] if "model" in options else ["softmax"]) + (" " if "model" not in options else "") + " ".join(names)
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    head = make_head(K, D, min(sizes.S, K), device, **options)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    batches = inputs(K, D, sizes.B, STEPS_IN_GRAPH, dtype, device)
+    shape = {"K": K, "D": D, "B": sizes.B, "S": min(sizes.S, K)}
+    if device.type != "cuda":
+        found = times(lambda: all_steps(head, batches[:2]), 3, 2, device)
+        report.add("steps", name, **shape, **found)
+        return
+    all_steps(head, batches[:1])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    all_steps(head, batches[:1])
+    torch.cuda.synchronize()
+    extra = (torch.cuda.max_memory_allocated() - before + head.sampler.cumulative.numel() * 8) / 1e9
+    eager = times(lambda: all_steps(head, batches), 5, STEPS_IN_GRAPH, device)["ms_p50"]
+    replay = captured(lambda: all_steps(head, batches))
+    found = times(replay.replay, sizes.repeats, STEPS_IN_GRAPH, device)
+    report.add(
+        "steps", name, **shape, **found, gb=extra, note=f"eager {eager:.3f} ms, floored {head.floored_share:.4f}"
+    )
+
+
+def kernels(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    if device.type != "cuda":
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    K, B, S = sizes.K[-2:][0], sizes.B, min(sizes.S, sizes.K[-2:][0])
+    for D in sizes.D:
+        for options in ({"local": "amortised"}, {"local": "fresh"}, {"model": "probit"}):
+            head = make_head(K, D, S, device, **options)
+            batches = inputs(K, D, B, STEPS_IN_GRAPH, torch.bfloat16, device)
+            for _ in range(3):
+                all_steps(head, batches)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                for _ in range(3):
+                    all_steps(head, batches)
+                torch.cuda.synchronize()
+            n = 3 * STEPS_IN_GRAPH
+            product = 2.0 * B * S * D / 790e9  # milliseconds at 790 TFLOP/s
+            for event in sorted(profiler.key_averages(), key=lambda e: -e.device_time_total):
+                ms = event.device_time_total / 1e3 / n
+                if ms < 2e-4:
+                    continue
+                label = f"{event.key[:30]} ({'-'.join(options.values())})"
+                share = f"{event.count / n:.0f} a step"
+                if event.key.startswith(("scores", "grad_hidden", "grad_rows")):
+                    twice = event.key.startswith("scores") and options.get("local") == "fresh"
+                    floor = product * (1.5 if twice else 1.0)
+                    share += f", {floor / ms:.0%} of the tensor cores' floor"
+                report.add("kernels", label, K=K, D=D, B=B, S=S, ms_p50=ms, note=share)
+            del head
+
+
+def peers(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    for D in sizes.D:
+        for K in sizes.K:
+            for name, loss in exact_losses(device).items():
+                if (
+                    device.type == "cuda"
+                    and name != "cut-cross-entropy"
+                    and (K > 10**6 or (name == "compiled" and K < 10**6))
+                ):
+                    continue
+                with guarded(report, "peers", f"{name} K={K} D={D}"):
+                    exact_peer(report, device, sizes, name, loss, K, D)
+            with guarded(report, "peers", f"sampled softmax K={K} D={D}"):
+                sampled_peer(report, device, sizes, K, D)
+
+
+def exact_losses(device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Those that are there: torch, torch compiled, cut-cross-entropy, Liger."""
+
+    def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(hidden @ weight.T, target)
+
+    found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"torch": plain}
+    if device.type != "cuda":
+        return found
+    found["compiled"] = torch.compile(plain)
+    with contextlib.suppress(ImportError):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut-cross-entropy"] = lambda hidden, weight, target: linear_cross_entropy(hidden, weight, target)
+    with contextlib.suppress(ImportError):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found["liger"] = lambda hidden, weight, target: liger_fused_linear_cross_entropy(hidden, weight, target)
+    return found
+
+
+def exact_peer(
+    report: Report,
+    device: torch.device,
+    sizes: argparse.Namespace,
+    name: str,
+    loss: Callable[..., Tensor],
+    K: int,
+    D: int,
+) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight = (0.05 * torch.randn(K, D, device=device)).to(dtype).requires_grad_()
+    hidden, target = inputs(K, D, sizes.B, 1, dtype, device)[0]
+
+    def call() -> None:
+        torch.autograd.grad(loss(hidden, weight, target), [hidden, weight])
+
+    call()
+    extra = 0.0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        extra = (torch.cuda.max_memory_allocated() - before) / 1e9
+    found = times(call, 7, 1, device)
+    report.add("peers", f"{name}, exact, no update", K=K, D=D, B=sizes.B, **found, gb=extra)
+
+
+def sampled_peer(report: Report, device: torch.device, sizes: argparse.Namespace, K: int, D: int) -> None:
+    """Sampled softmax as one writes it in torch operations: no update, forward and backward only."""
+    S = min(sizes.S, K)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight = (0.05 * torch.randn(K, D, device=device)).to(dtype).requires_grad_()
+    sampler = SharedSampler(K, S, "uniform-shared", device=device)
+    hidden, target = inputs(K, D, sizes.B, 1, dtype, device)[0]
+
+    def call() -> None:
+        torch.autograd.grad(linear_sampled_softmax(hidden, weight, target, sampler=sampler), [hidden, weight])
+
+    call()
+    found = times(call, 7, 1, device)
+    report.add("peers", "sampled softmax, torch, no update", K=K, D=D, B=sizes.B, S=S, **found)
+
+
+def tune(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
+    """Other tiles for the three products: whole steps, so that what helps one kernel is seen in the whole."""
+    if device.type != "cuda":
+        return
+    from augment_reduce.kernels import cuda
+
+    wide = [
+        (128, 128, 64, 8, 3),
+        (128, 256, 64, 8, 3),
+        (256, 128, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (128, 128, 64, 4, 3),
+    ]
+    small = [(64, 128, 64, 4, 3), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4)]
+    K = sizes.K[-2:][0]
+    for D in sizes.D:
+        for kernel in ("scores", "grad_hidden", "grad_rows"):
+            key = (kernel, D > 256)
+            kept = cuda.TILES[key]
+            for shape in wide + small:
+                cuda.TILES[key] = cuda.Tile(*shape)
+                with guarded(report, "tune", f"{kernel} {shape}"):
+                    head = make_head(K, D, sizes.S, device, local="amortised")
+                    batches = inputs(K, D, sizes.B, STEPS_IN_GRAPH, torch.bfloat16, device)
+                    replay = captured(lambda head=head, batches=batches: all_steps(head, batches), 1)
+                    found = times(replay.replay, 20, STEPS_IN_GRAPH, device)
+                    mark = " (as built)" if cuda.Tile(*shape) == kept else ""
+                    report.add("tune", f"{kernel} {shape}{mark}", K=K, D=D, B=sizes.B, S=sizes.S, **found)
+            cuda.TILES[key] = kept
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(DEFAULT))
+    parser.add_argument(
+        "--out", default=str(Path(__file__).with_name("head.csv")), help="csv to append to; '' for none"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
+    parser.add_argument("--repeats", type=int, default=50)
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+    sizes = argparse.Namespace(K=SHAPES_K, D=SHAPES_D, B=4096, S=4096, repeats=args.repeats)
+    if device.type == "cpu":
+        sizes = argparse.Namespace(K=(300, 1_000, 3_000), D=(16,), B=32, S=32, repeats=3)
+    report = Report(Path(args.out) if args.out else None, device)
+    print(f"{report.common['machine']}, {report.common['versions']}", flush=True)
+    run = {"ceilings": ceilings, "parity": parity, "graph": graph, "steps": steps, "kernels": kernels, "peers": peers}
+    run["tune"] = tune
+    began = time.perf_counter()
+    for section in args.only:
+        with guarded(report, section, "whole section"):
+            run[section](report, device, sizes)
+        print(f"-- {section}: {time.perf_counter() - began:.0f} s so far", flush=True)
+    report.write()
+    failed = [row for row in report.rows if "FAILED" in str(row["note"]) or "DIFFERS" in str(row["note"])]
+    print(f"{len(failed)} failures" + "".join(f"\n  {row['section']} {row['name']}: {row['note']}" for row in failed))
+    table(report.rows)
+    return report.rows
+
+
+if __name__ == "__main__":
+    sys.exit(1 if any("FAILED" in str(row["note"]) for row in main()) else 0)

@@ -1,0 +1,157 @@
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: RET505 (Triton follows one branch of a constant condition; what comes after it is always compiled)
+"""Triton: what costs a matrix product. Scores with the bound's gradient by them, and the two products of the way back.
+
+`Pull` (B, S) is the only large array; scores exist in registers alone. Accumulation is in float32 throughout.
+"""
+
+import triton
+import triton.language as tl
+
+from ._cuda_noise import SOFTMAX, about_cdf, exp
+
+
+@triton.jit
+def multiplied(a, b, total, PRECISION: tl.constexpr):
+    """total + a b. Triton's interpreter multiplies the bits of bfloat16 numbers; "widen" gives it float32 instead."""
+    if PRECISION == "widen":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def scores(
+    Hidden, Rows, RowBias, LogWeight, Classes, Label, V, NodeWeight, Tail, Pull, Sums, B, S, D,
+    NOISE: tl.constexpr, J: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """psi = hidden rows^T + bias; pull = omega (phi / Phi)(v - psi), and each row's sums over this block of classes.
+
+    `Sums` (3, blocks of S, B): sum of pull, of omega log Phi, of omega (phi / Phi)'. Softmax needs the first alone.
+    """
+    block_b, block_s = tl.program_id(0), tl.program_id(1)
+    b = block_b * BLOCK_B + tl.arange(0, BLOCK_B)
+    s = block_s * BLOCK_S + tl.arange(0, BLOCK_S)
+    in_b, in_s = b < B, s < S
+    d = tl.arange(0, BLOCK_D)
+    h_at = Hidden + b.to(tl.int64)[:, None] * D + d[None, :]
+    w_at = Rows + s.to(tl.int64)[:, None] * D + d[None, :]
+    psi = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        if EVEN_D:
+            h = tl.load(h_at + start, mask=in_b[:, None], other=0.0)
+            w = tl.load(w_at + start, mask=in_s[:, None], other=0.0)
+        else:
+            in_d = (start + d < D)[None, :]
+            h = tl.load(h_at + start, mask=in_b[:, None] & in_d, other=0.0)
+            w = tl.load(w_at + start, mask=in_s[:, None] & in_d, other=0.0)
+        psi = multiplied(h, tl.trans(w), psi, PRECISION)
+    psi += tl.load(RowBias + s, mask=in_s, other=0.0)[None, :]
+    label = tl.load(Label + b, mask=in_b, other=-1)
+    own = tl.load(Classes + s, mask=in_s, other=-1).to(tl.int32)
+    counts = in_s[None, :] & (label >= 0)[:, None] & (own[None, :] != label[:, None])
+    log_weight = tl.load(LogWeight + s, mask=in_s, other=0.0)
+    sums_at = Sums + block_s.to(tl.int64) * B + b
+    if NOISE == SOFTMAX:
+        v = tl.load(V + b, mask=in_b, other=0.0)
+        pull = exp(tl.minimum(psi + log_weight[None, :] - v[:, None], 60.0))
+        pull = tl.where(counts, pull, 0.0)
+        tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+    else:
+        pull = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
+        value = tl.zeros((BLOCK_B,), dtype=tl.float32)
+        bend = tl.zeros((BLOCK_B,), dtype=tl.float32)
+        omega = tl.where(counts, tl.exp(log_weight)[None, :], 0.0)
+        for j in tl.static_range(J):
+            v = tl.load(V + b * J + j, mask=in_b, other=0.0)
+            node = tl.load(NodeWeight + j)
+            log_cdf, ratio, second = about_cdf(v[:, None] - psi, Tail, NOISE)
+            pull += node * ratio * omega
+            value += node * tl.sum(log_cdf * omega, axis=1)
+            bend += node * tl.sum(second * omega, axis=1)
+        blocks = tl.num_programs(1).to(tl.int64)
+        tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+        tl.store(sums_at + blocks * B, value, mask=in_b)
+        tl.store(sums_at + 2 * blocks * B, bend, mask=in_b)
+    if STORE:
+        at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
+        tl.store(at, pull.to(Pull.dtype.element_ty), mask=in_b[:, None] & in_s[None, :])
+
+
+@triton.jit
+def grad_hidden(
+    Pull, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Out, B, S, D,
+    PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Out = g (scale_b (pull rows)_b - at_label_b label_rows_b), g = upstream gradient over the denominator."""
+    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_b, in_d = b < B, d < D
+    p_at = Pull + b.to(tl.int64)[:, None] * S
+    total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+    for start in range(0, S, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        in_s = s < S
+        p = tl.load(p_at + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
+        w_at = Rows + s.to(tl.int64)[:, None] * D + d[None, :]
+        if EVEN_D:
+            w = tl.load(w_at, mask=in_s[:, None], other=0.0)
+        else:
+            w = tl.load(w_at, mask=in_s[:, None] & in_d[None, :], other=0.0)
+        total = multiplied(p, w, total, PRECISION)
+    g = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
+    scale = g * tl.load(Scale + b, mask=in_b, other=0.0)
+    at_label = g * tl.load(AtLabel + b, mask=in_b, other=0.0)
+    at = b.to(tl.int64)[:, None] * D + d[None, :]
+    inside = in_b[:, None] & in_d[None, :]
+    own = tl.load(LabelRows + at, mask=inside, other=0.0).to(tl.float32)
+    out = scale[:, None] * total - at_label[:, None] * own
+    tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _over_rows(
+    Pull, Scaled, Scale, s, d, B, S, D,
+    WITH_BIAS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    in_s, in_d = s < S, d < D
+    total = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
+    of_bias = tl.zeros((BLOCK_S,), dtype=tl.float32)
+    for start in range(0, B, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)
+        in_b = b < B
+        row = b.to(tl.int64)[:, None]
+        p = tl.load(Pull + row * S + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
+        if EVEN_D:
+            h = tl.load(Scaled + row * D + d[None, :], mask=in_b[:, None], other=0.0)
+        else:
+            h = tl.load(Scaled + row * D + d[None, :], mask=in_b[:, None] & in_d[None, :], other=0.0)
+        total = multiplied(tl.trans(p), h, total, PRECISION)
+        if WITH_BIAS:
+            of_bias += tl.sum(p.to(tl.float32) * tl.load(Scale + b, mask=in_b, other=0.0)[:, None], axis=0)
+    return total, of_bias
+
+
+@triton.jit
+def grad_rows(
+    Pull, Scaled, Scale, Out, OutBias, B, S, D,
+    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Out (S, D) = pull^T scaled, and OutBias (S,) = pull^T scale: the gradient by the sampled rows, but for g."""
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if tl.program_id(1) == 0:
+        total, of_bias = _over_rows(
+            Pull, Scaled, Scale, s, d, B, S, D, HAS_BIAS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+        )
+        tl.store(OutBias + s, of_bias, mask=s < S)
+    else:
+        total, of_bias = _over_rows(
+            Pull, Scaled, Scale, s, d, B, S, D, False, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+        )
+    at = s.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(Out + at, total, mask=(s < S)[:, None] & (d < D)[None, :])

@@ -1,0 +1,345 @@
+"""A head's step on a GPU, by Triton: `forward`, `backward` and `backward_and_update`, twins of those in nn/_step.py.
+
+A step is 9 launches (11 with local="fresh"), allocates only through torch and never waits for the device, so that it
+can be captured in a CUDA graph together with the network it belongs to:
+
+    prepare ─► (scores of the second sample ─► refine) ─► scores ─► finish ─► learn
+    grad_hidden, grad_rows ─► rank ─► update
+
+Matrix products run in bfloat16 if `hidden` is bfloat16. For float32 they follow torch.set_float32_matmul_precision:
+"highest" float32, "high" tf32, "medium" bfloat16. Sums are float32 always. Offsets into the weights are 64 bits wide.
+Memory beyond the weights: B |S| numbers of the product's dtype, and a few times (B + |S|) D.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from numpy.polynomial import chebyshev
+from torch import Tensor
+
+from ..nn import _hash
+from ..nn._draw import EVERY, UNIFORM, Drawn, SharedSampler
+from ..nn._local import LABEL_RATE, MEAN_RATE, OFFSET_RATE, REFINE_NODES, SLOPE_RATE, hermite
+from ..nn._plain import RowGradient
+from ..nn._rows import ADAM, RowUpdate
+from ..nn._step import Step
+from ..noise import Gumbel, Logistic, Normal, _tail_gap_coefficients
+from . import _cuda_prepare, _cuda_rows, _cuda_score, _cuda_update
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NOISES = {Gumbel: 0, Normal: 1, Logistic: 2}
+GIVEN = 4
+TAIL_TERMS = 9  # as in _cuda_noise
+ROW_BLOCK, REPORT_BLOCK = 16, 32  # rows of a program in `prepare`, and in `finish`
+MOST_RANKED = 1 << 14  # beyond it, sorting by counting would cost more than torch.sort
+
+
+class Tile(NamedTuple):
+    """Shape of one program's block (rows, columns, depth of a step of the product) and how it is compiled."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# Of bfloat16 products, by kernel and whether the features are many. What differs from kernel to kernel:
+# `scores` is kept in registers until its end, and a noise other than softmax's needs more of them; grad_* have small
+# outputs, for which small tiles keep all multiprocessors busy.
+TILES: dict[tuple[str, bool], Tile] = {
+    ("scores", False): Tile(128, 128, 64, 8, 3),
+    ("scores", True): Tile(128, 256, 64, 8, 3),
+    ("noise", False): Tile(128, 64, 64, 8, 3),
+    ("noise", True): Tile(128, 64, 64, 8, 3),
+    ("grad_hidden", False): Tile(64, 64, 64, 4, 4),
+    ("grad_hidden", True): Tile(128, 128, 64, 8, 3),
+    ("grad_rows", False): Tile(64, 64, 64, 4, 4),
+    ("grad_rows", True): Tile(128, 128, 64, 8, 3),
+}
+FLOAT32 = Tile(64, 64, 32, 4, 2)
+
+
+class Saved(NamedTuple):
+    """What the way back needs. `scale` (B,) holds row weight times floor, `at_label` (B,) row weight times lift."""
+
+    hidden: Tensor
+    rows: Tensor
+    label_rows: Tensor
+    classes: Tensor
+    label: Tensor
+    pull: Tensor
+    scale: Tensor
+    at_label: Tensor
+    scaled: Tensor
+    denominator: Tensor
+
+
+def tile(kernel: str, dtype: torch.dtype, D: int) -> Tile:
+    if INTERPRETED:
+        return Tile(32, 16, 16, 4, 1)
+    return TILES[kernel, D > 256] if dtype == torch.bfloat16 else FLOAT32
+
+
+def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
+    """See nn/_step.py."""
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+        return _forward(step, hidden, weight, bias)
+
+
+def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    B, D = hidden.shape
+    dtype, precision = product(hidden)
+    noise, J, local = NOISES[type(step.noise)], 1 if step.local.softmax else step.local.n_nodes, step.local
+    main, second = _plan(step, _hash.MAIN), _plan(step, _hash.SECOND)
+    fresh = local.mode == "fresh" and step.parts is None
+    S, S2 = main.size, second.size if fresh else 0
+    new = functools.partial(torch.empty, device=hidden.device)
+    wide, Q = functools.partial(new, dtype=torch.float32), local.n_parts
+    label, row_weight, psi_y = new(B, dtype=torch.int32), wide(B), wide(B)
+    J_first = max(REFINE_NODES, J) if fresh and noise != 0 else J
+    predicted, used, v_first = wide(Q, B), wide(Q, B), wide(B, J_first)
+    v = wide(B, J) if fresh else v_first
+    label_rows = new(B, D, dtype=dtype)
+    copied = hidden if hidden.dtype == dtype else new(B, D, dtype=dtype)
+    classes, log_weight, row_bias = new(S + S2, dtype=torch.int64), wide(S + S2), wide(S + S2)
+    rows = new(S + S2, D, dtype=dtype)
+    node, node_weight, tail = _tables(J, hidden.device)
+    node_first, weight_first, _ = _tables(J_first, hidden.device)
+    sampler_args = _sampler_args(step, main, second)
+    block_d = _block_d(D, 128)
+    grid = (triton.cdiv(B, ROW_BLOCK) + triton.cdiv(S, ROW_BLOCK) + triton.cdiv(S2, ROW_BLOCK),)
+    memory = local.mode == "persistent" and step.index is not None
+    _cuda_prepare.prepare[grid](
+        hidden, weight, _or(bias, weight), step.target, _or(step.sample_weight, psi_y), _or(step.index, step.target),
+        _or(None if step.parts is None else step.parts.float().contiguous(), psi_y),
+        local.slope, local.offset, local.label_slope, local.mean, local.label_mean, local.memory, local.visits,
+        node_first, *sampler_args.tensors, step.counter, step.tally,
+        label, row_weight, psi_y, label_rows, predicted, used, v_first, copied, classes, log_weight, rows, row_bias,
+        B, D, S, S2, len(local.visits), step.ignore_index, step.key, len(weight), *sampler_args.sizes,
+        NOISE=noise, J=J_first, KIND=main.kind, KIND_2=second.kind, HAS_BIAS=bias is not None,
+        HAS_WEIGHT=step.sample_weight is not None, HAS_MEMORY=memory, HAS_PARTS=step.parts is not None,
+        COPY=copied is not hidden, BLOCK=ROW_BLOCK, BLOCK_D=block_d,
+    )  # fmt: skip
+    shape = tile("scores" if noise == 0 else "noise", dtype, D)
+    blocks = triton.cdiv(max(S, S2), shape.columns)
+    sums = wide(1 if noise == 0 else 3, blocks, B)
+    pull = new(B, S, dtype=dtype)
+
+    def score(first: int, size: int, at: Tensor, weights: Tensor, store: bool) -> int:
+        n_blocks = triton.cdiv(size, shape.columns)
+        part = slice(first, first + size)
+        _cuda_score.scores[(triton.cdiv(B, shape.rows), n_blocks)](
+            copied, rows[part], row_bias[part], log_weight[part], classes[part], label, at, weights, tail, pull, sums,
+            B, size, D, NOISE=noise, J=len(weights), STORE=store, PRECISION=precision, EVEN_D=D % shape.depth == 0,
+            BLOCK_B=shape.rows, BLOCK_S=shape.columns, BLOCK_D=shape.depth,
+            num_warps=shape.num_warps, num_stages=shape.num_stages,
+        )  # fmt: skip
+        return n_blocks
+
+    if fresh:
+        n_blocks = score(S, S2, v_first, weight_first, False)
+        _cuda_rows.refine[(triton.cdiv(B, 128),)](
+            sums, psi_y, used, v_first, weight_first, v, node, step.counter, B, n_blocks, step.key,
+            NOISE=noise, J_FIRST=J_first, J=J, BLOCK=128,
+        )  # fmt: skip
+    n_blocks = score(0, S, v, node_weight, True)
+
+    per_row = step.reduction == "none"
+    row_loss, scale, at_label = wide(B), wide(B), wide(B)
+    scaled = new(B if not per_row else 0, D, dtype=dtype)
+    reports = triton.cdiv(B, REPORT_BLOCK)
+    report = wide(reports, 16 + 3 * D)
+    loss, denominator = wide(()), wide(())
+    _cuda_rows.finish[(reports,)](
+        hidden, sums, psi_y, predicted, used, v, node_weight, row_weight, _or(step.index, step.target),
+        local.mean, local.label_mean, local.memory, local.visits, local.learned,
+        row_loss, scale, at_label, scaled, report, B, D, n_blocks, len(local.visits), float(step.floor or 0.0),
+        NOISE=noise, J=J, FLOOR=step.floor is not None, LEARN=step.learn, HAS_MEMORY=memory, SCALED=not per_row,
+        BLOCK=REPORT_BLOCK, BLOCK_D=block_d,
+    )  # fmt: skip
+    _cuda_rows.learn[(triton.cdiv(D, 32) if step.learn else 1,)](
+        report, local.slope, local.offset, local.label_slope, local.mean, local.label_mean, local.learned, step.counter,
+        step.tally, loss, denominator, D, reports,
+        NOISE=noise, LEARN=step.learn, MEAN=step.reduction == "mean", BLOCK=128, BLOCK_D=32,
+        OFFSET_RATE=OFFSET_RATE, SLOPE_RATE=SLOPE_RATE, LABEL_RATE=LABEL_RATE, MEAN_RATE=MEAN_RATE,
+    )  # fmt: skip
+    saved = Saved(hidden, rows[:S], label_rows, classes[:S], label, pull, scale, at_label, scaled, denominator)
+    return (row_loss if per_row else loss), saved
+
+
+def backward(step: Step, saved: Saved, grad: Tensor) -> tuple[Tensor, RowGradient]:
+    """See nn/_step.py."""
+    saved, grad, per_row = _with_grad(step, saved, grad)
+    with torch.cuda.device_of(saved.hidden):
+        grad_hidden = _grad_hidden(step, saved, grad)
+        of_class, of_bias = _grad_rows(saved, True)
+    g = grad.new_ones(()) if per_row else (grad / saved.denominator).float()
+    own = -saved.at_label * g
+    values = torch.cat([of_class * g, own[:, None] * saved.hidden.float()])
+    kept = torch.cat([torch.ones_like(saved.classes, dtype=torch.bool), saved.label >= 0])
+    every = torch.cat([saved.classes, saved.label.to(torch.int64)])
+    return grad_hidden, RowGradient(every[kept], values[kept], torch.cat([of_bias * g, own])[kept])
+
+
+def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See nn/_step.py."""
+    assert step.update is not None
+    saved, grad, per_row = _with_grad(step, saved, grad)
+    with torch.cuda.device_of(saved.hidden):
+        grad_hidden = _grad_hidden(step, saved, grad)
+        of_class, of_bias = _grad_rows(saved, bias is not None)
+        _update(step, step.update, saved, grad, per_row, of_class, of_bias, weight, bias)
+    return grad_hidden
+
+
+def sort_touched(classes: Tensor, label: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
+    """The S + B touched classes in order, and where each stands in (classes, label); a label of -1 comes last."""
+    S, n = len(classes), len(classes) + len(label)
+    if n > MOST_RANKED:
+        every = torch.cat([classes.to(torch.int32), torch.where(label >= 0, label, n_classes)])
+        ordered, order = torch.sort(every, stable=True)
+        return ordered, order.to(torch.int32)
+    ordered = torch.empty(n, dtype=torch.int32, device=classes.device)
+    order = torch.empty_like(ordered)
+    _cuda_update.rank[(triton.cdiv(n, 64),)](classes, label, ordered, order, S, n, n_classes, BLOCK=64, OTHERS=128)
+    return ordered, order
+
+
+def product(hidden: Tensor) -> tuple[torch.dtype, str]:
+    """dtype and input precision of the matrix products."""
+    precision = torch.get_float32_matmul_precision()
+    if hidden.dtype == torch.bfloat16 or precision == "medium":
+        return torch.bfloat16, "widen" if INTERPRETED else "ieee"
+    return torch.float32, "tf32" if precision == "high" else "ieee"
+
+
+class _Plan(NamedTuple):
+    kind: int
+    size: int
+    n_random: int
+    given: Drawn | None
+
+
+def _plan(step: Step, stream: int) -> _Plan:
+    given = step.drawn if stream == _hash.MAIN else step.second
+    if given is not None:
+        return _Plan(GIVEN, len(given.classes), 1, given)
+    sampler = step.sampler
+    if sampler is None:  # the second sample, where it is not asked for
+        return _Plan(EVERY, 0, 1, None)
+    size = sampler.n_drawn(stream)
+    return _Plan(sampler.kind, size, max(1, size - sampler.n_certain), None)
+
+
+class _SamplerArgs(NamedTuple):
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+
+
+def _sampler_args(step: Step, main: _Plan, second: _Plan) -> _SamplerArgs:
+    sampler: SharedSampler | None = step.sampler
+    certain = cumulative = step.counter  # stand-ins, never read
+    K, n_certain = 2, 0
+    if sampler is not None:
+        K, n_certain = sampler.n_classes, sampler.n_certain
+        certain = sampler.certain if n_certain else certain
+        cumulative = sampler.cumulative if sampler.kind not in (UNIFORM, EVERY) else cumulative
+    grid_a = math.isqrt(K - 1) + 1
+    given = [
+        tensor
+        for plan in (main, second)
+        for tensor in ((plan.given.classes, plan.given.log_weight) if plan.given else (step.counter, step.counter))
+    ]
+    sizes = (n_certain, main.n_random, second.n_random, max(1, math.ceil(math.log2(K))) + 1, grid_a, -(-K // grid_a))
+    return _SamplerArgs((certain, cumulative, *given), sizes)
+
+
+def _with_grad(step: Step, saved: Saved, grad: Tensor) -> tuple[Saved, Tensor, bool]:
+    """With reduction "none" each row has its own upstream gradient, which goes into the rows' scales."""
+    grad = grad.contiguous()
+    if step.reduction != "none":
+        return saved, grad, False
+    g = grad.float()
+    scale = saved.scale * g
+    scaled = (saved.hidden.float() * scale[:, None]).to(saved.pull.dtype)
+    return saved._replace(scale=scale, at_label=saved.at_label * g, scaled=scaled), g, True
+
+
+def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
+    (B, S), D = saved.pull.shape, saved.hidden.shape[1]
+    dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
+    shape = tile("grad_hidden", dtype, D)
+    out = torch.empty_like(saved.hidden)
+    one = torch.ones_like(saved.denominator) if step.reduction == "none" else grad
+    _cuda_score.grad_hidden[(triton.cdiv(B, shape.rows), triton.cdiv(D, shape.columns))](
+        saved.pull, saved.rows, saved.label_rows, saved.scale, saved.at_label, one,
+        one if step.reduction == "none" else saved.denominator, out, B, S, D,
+        PRECISION=precision, EVEN_D=D % shape.columns == 0,
+        BLOCK_B=shape.rows, BLOCK_D=shape.columns, BLOCK_S=shape.depth,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _grad_rows(saved: Saved, has_bias: bool) -> tuple[Tensor, Tensor]:
+    (B, S), D = saved.pull.shape, saved.hidden.shape[1]
+    dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
+    shape = tile("grad_rows", dtype, D)
+    out = torch.empty(S, D, dtype=torch.float32, device=saved.pull.device)
+    of_bias = torch.empty(S, dtype=torch.float32, device=saved.pull.device)
+    _cuda_score.grad_rows[(triton.cdiv(S, shape.rows), triton.cdiv(D, shape.columns))](
+        saved.pull, saved.scaled, saved.scale, out, of_bias, B, S, D,
+        HAS_BIAS=has_bias, PRECISION=precision, EVEN_D=D % shape.columns == 0,
+        BLOCK_S=shape.rows, BLOCK_D=shape.columns, BLOCK_B=shape.depth,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+    return out, of_bias
+
+
+def _update(
+    step: Step, rule: RowUpdate, saved: Saved, grad: Tensor, per_row: bool, of_class: Tensor, of_bias: Tensor,
+    weight: Tensor, bias: Tensor | None,
+) -> None:  # fmt: skip
+    (K, D), S = weight.shape, len(saved.classes)
+    if not weight.is_contiguous():
+        raise ValueError("Expected contiguous weights for the head's own row optimiser; call .contiguous() on them.")
+    ordered, order = sort_touched(saved.classes, saved.label, K)
+    rule.steps.add_(1)
+    block_d = triton.next_power_of_2(D)
+    beta1, beta2 = (rule.beta1, rule.beta2) if rule.kind == ADAM else (0.5, 0.5)
+    _cuda_update.update[(len(ordered),)](
+        ordered, order, of_class, of_bias, saved.hidden, saved.at_label, grad, saved.denominator, weight,
+        _or(bias, weight), rule.first, rule.second, rule.first_bias, rule.second_bias, rule.last, rule.rate, rule.steps,
+        step.counter,
+        S, D, len(ordered), K, step.key, rule.eps,
+        math.log(beta1), math.log(beta2), 1.0 - beta1, 1.0 - beta2,
+        KIND=rule.kind, LAZY=rule.lazy, HAS_BIAS=bias is not None, PER_ROW=per_row,
+        ROUND=weight.dtype == torch.bfloat16, MEMBERS=max(1, min(32, 4096 // block_d)), BLOCK_D=block_d,
+        num_warps=4 if block_d <= 512 else 8,
+    )  # fmt: skip
+
+
+def _or(value: Tensor | None, stand_in: Tensor) -> Any:
+    """An optional array for a kernel that will not read it where it is missing."""
+    return stand_in if value is None else value.contiguous()
+
+
+def _block_d(D: int, most: int) -> int:
+    return int(min(most, triton.next_power_of_2(D)))
+
+
+@functools.cache
+def _tables(J: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes and weights of q(v), and the polynomial of the Normal's tail, highest power first, cut to degree 8."""
+    z, weight = hermite(J, torch.float32, device)
+    powers = torch.stack(_tail_gap_coefficients(torch.float64, torch.device("cpu"))).numpy()[::-1]
+    shorter = chebyshev.cheb2poly(chebyshev.poly2cheb(powers)[:TAIL_TERMS])[::-1].copy()
+    return z, weight, torch.tensor(shorter, dtype=torch.float32, device=device)

@@ -1,0 +1,67 @@
+"""What a user may hand to a head, checked at the edge without waiting for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("none", "mean", "sum")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def check_hidden(hidden: Tensor, weight: Tensor) -> None:
+    """(..., D) on the weights' device, in their dtype or in a half precision beside float32 (autocast)."""
+    if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"Expected hidden of shape (..., in_features={weight.shape[1]}), found {tuple(hidden.shape)}.")
+    same_device("hidden", hidden, weight)
+    if hidden.dtype == weight.dtype and hidden.is_floating_point():
+        return
+    mixed = {hidden.dtype, weight.dtype}
+    if torch.float32 in mixed and any(half in mixed for half in HALF):
+        return
+    raise TypeError(
+        f"Expected hidden in the dtype of the weights, {weight.dtype}, or one of the two in float32 and the other in "
+        f"half precision, found hidden in {hidden.dtype}. Convert with hidden.to({weight.dtype}), or convert the head."
+    )
+
+
+def same_device(name: str, tensor: Tensor, weight: Tensor) -> None:
+    if tensor.device != weight.device:
+        raise ValueError(
+            f"Expected {name} on the device of the weights, {weight.device}, found {tensor.device}. "
+            f"Move it with {name}.to({str(weight.device)!r}), or move the head."
+        )
+
+
+def flat_rows(name: str, value: Tensor, hidden: Tensor, weight: Tensor, *, integer: bool) -> Tensor:
+    """One number for each row of hidden, as a flat (B,) tensor; int64 where `integer`."""
+    if value.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"Expected {name} with one number for each row of hidden, shape {tuple(hidden.shape[:-1])}, "
+            f"found {tuple(value.shape)}."
+        )
+    same_device(name, value, weight)
+    if integer:
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"Expected {name} to be integers, found {value.dtype}; convert with {name}.long().")
+        return value.reshape(-1).to(torch.int64)
+    if not value.is_floating_point():
+        raise TypeError(f"Expected {name} to be floating point, found {value.dtype}; convert with {name}.float().")
+    return value.reshape(-1)
+
+
+def check_weight(weight: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise ValueError(
+            f"Expected weight of shape (n_classes, in_features) in floating point, found {tuple(weight.shape)} "
+            f"in {weight.dtype}."
+        )
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"Expected bias of shape ({len(weight)},), one number a class, found {tuple(bias.shape)}.")
+        same_device("bias", bias, weight)
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"Expected reduction to be one of {', '.join(map(repr, REDUCTIONS))}, found {reduction!r}.")

@@ -1,0 +1,173 @@
+"""Which classes stand for the rest in one step of a head: drawn on its device, once for the whole minibatch.
+
+    class_sampling         drawn                                                            omega_k
+    "uniform-shared"       without replacement from all K                                   K / |S|
+    "frequency-shared"     from q with replacement, q = (1 - u) n_k^power / sum + u / K     1 / (|S| q_k)
+    "stratified-shared"    the most frequent ones for certain; of the others one from       1 / E[times drawn], 1 for
+                           each of the strata into which their q is cut                     those that are certain
+    "all"                  every class                                                      1
+
+A row whose label is drawn leaves it out, so that E[sum_{k in S, k != y} omega_k f_k] = sum_{k != y} f_k for any f,
+which is all that a bound asks for. Strata never do worse than independent draws from the same q, and spend no draw on
+meeting a frequent class twice. Nothing here costs O(K) after construction, and nothing is read back by the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..sampler import AllClasses, ClassSampler, FrequencyShared, UniformShared
+from . import _hash
+from ._state import Kept, buffer
+
+UNIFORM, INDEPENDENT, STRATA, EVERY = 0, 1, 2, 3
+KINDS = {"uniform-shared": UNIFORM, "frequency-shared": INDEPENDENT, "stratified-shared": STRATA, "all": EVERY}
+
+
+class Drawn(NamedTuple):
+    """`classes` (S,) int64 and `log_weight` (S,) float32, log omega; a row with its label among them leaves it out."""
+
+    classes: Tensor
+    log_weight: Tensor
+
+
+class SharedSampler(Kept):
+    """Draws |S| classes for a minibatch from (seed, step): tables on the device, made once.
+
+    - `class_sampling`: a name of the table above, or a shared sampler of `augment_reduce.sampler`;
+    - `class_counts`: (K,) training rows of each class; needed by the two that follow frequency;
+    - `power`, `uniform_share`: the q of the table; a share u > 0 bounds the weights and reaches unseen classes.
+    """
+
+    certain: Tensor
+    cumulative: Tensor
+
+    def __init__(
+        self,
+        n_classes: int,
+        n_sampled_classes: int,
+        class_sampling: str | ClassSampler | None = None,
+        class_counts: Tensor | np.ndarray | None = None,
+        *,
+        power: float = 1.0,
+        uniform_share: float = 0.1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(class_sampling, FrequencyShared):
+            power, uniform_share = class_sampling.power, class_sampling.uniform_share
+        self.name = _resolve(class_sampling, class_counts is not None)
+        self.kind = KINDS[self.name]
+        self.n_classes = n_classes
+        _check_size(n_classes, n_sampled_classes)
+        certain, cumulative = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        if self.kind == EVERY:
+            n_sampled_classes = n_classes
+            certain = torch.arange(n_classes)
+        elif self.kind != UNIFORM:
+            q = frequencies(_checked_counts(class_counts, n_classes, self.name), power, uniform_share)
+            if self.kind == STRATA:
+                certain, q = _certain_and_rest(q, n_sampled_classes)
+            cumulative = torch.from_numpy(np.cumsum(q))
+        self.n_sampled, self.n_certain = n_sampled_classes, len(certain)
+        buffer(self, "certain", certain.to(device), saved=False)
+        buffer(self, "cumulative", cumulative.to(device), saved=False)
+
+    def n_drawn(self, stream: int) -> int:
+        """How many classes a draw of this stream has: |S|, or for the second sample about half of what varies in it."""
+        if stream == _hash.MAIN:
+            return self.n_sampled
+        return self.n_certain + (self.n_sampled - self.n_certain + 1) // 2
+
+    def draw(self, key: int, counter: Tensor, stream: int) -> Drawn:
+        """Plain torch; `kernels/cuda.py` draws the same classes."""
+        n = self.n_drawn(stream) - self.n_certain
+        place = torch.arange(n, device=counter.device)
+        log_weight = torch.zeros(self.n_certain + n, device=counter.device)
+        if n == 0:
+            return Drawn(self.certain, log_weight)
+        random = _hash.step_key(key, counter, stream)
+        if self.kind == UNIFORM:
+            log_weight.fill_(np.log(self.n_classes / n))
+            return Drawn(_hash.permuted(random, place, self.n_classes), log_weight)
+        total = self.cumulative[-1]
+        share = _hash.uniform(random, place) if self.kind == INDEPENDENT else _hash.in_stratum(random, place) / n
+        at = share * total
+        classes = torch.searchsorted(self.cumulative, at, right=True).clamp_max_(self.n_classes - 1)
+        below = torch.where(classes > 0, self.cumulative[(classes - 1).clamp_min(0)], 0.0)
+        log_weight[self.n_certain :] = torch.log(total / (n * (self.cumulative[classes] - below))).float()
+        return Drawn(torch.cat([self.certain, classes]), log_weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {self.n_sampled} of {self.n_classes}, {self.n_certain} of them always"
+
+
+def frequencies(counts: np.ndarray, power: float, uniform_share: float) -> np.ndarray:
+    """q_k = (1 - u) n_k^power / sum n^power + u / K, float64, summing to one."""
+    mass = counts.astype(np.float64) ** power
+    q = (1.0 - uniform_share) * mass / mass.sum() + uniform_share / len(counts)
+    if (q <= 0.0).any():
+        raise ValueError(
+            f"{int((q <= 0).sum())} of {len(counts)} classes have no training row and would never be drawn, so that "
+            "their weight would be missing from every sum. Pass a uniform_share > 0."
+        )
+    return q / q.sum()
+
+
+def _certain_and_rest(q: np.ndarray, size: int) -> tuple[Tensor, np.ndarray]:
+    """The classes whose pi = min(1, lambda q), summing to |S|, is 1; and q with those set to zero.
+
+    From the most frequent down: class number H (from 0) is certain if its share of the |S| - H draws that are left,
+    relative to the classes that are left, is at least one.
+    """
+    order = np.argsort(-q, kind="stable")[:size]
+    rest = 1.0 - np.concatenate([[0.0], np.cumsum(q[order])[:-1]])
+    below_one = (size - np.arange(size)) * q[order] < rest * (1.0 - 1e-9)
+    n_certain = int(np.argmax(below_one)) if below_one.any() else size
+    certain = np.sort(order[:n_certain])
+    remaining = q.copy()
+    remaining[certain] = 0.0
+    return torch.from_numpy(certain), remaining
+
+
+def _resolve(class_sampling: str | ClassSampler | None, has_counts: bool) -> str:
+    if class_sampling is None:
+        return "stratified-shared" if has_counts else "uniform-shared"
+    if isinstance(class_sampling, UniformShared | FrequencyShared | AllClasses):
+        return class_sampling.name
+    if isinstance(class_sampling, str) and class_sampling in KINDS:
+        return class_sampling
+    raise ValueError(
+        f"Expected class_sampling to be one of {', '.join(map(repr, KINDS))} or a sampler that a minibatch shares "
+        f"(UniformShared, FrequencyShared, AllClasses), found {class_sampling!r}. Classes drawn for each row would "
+        "make the head gather B |S| rows of weights a step; the estimator has those samplers."
+    )
+
+
+def _check_size(n_classes: int, n_sampled_classes: int) -> None:
+    if n_classes < 2:
+        raise ValueError(f"Expected n_classes of at least 2, found {n_classes}: with one class there is no rest.")
+    if not 1 <= n_sampled_classes <= n_classes:
+        raise ValueError(
+            f"Expected n_sampled_classes between 1 and n_classes={n_classes}, found {n_sampled_classes}. "
+            'With so few classes, class_sampling="all" with n_sampled_classes=n_classes is exact.'
+        )
+
+
+def _checked_counts(class_counts: Tensor | np.ndarray | None, n_classes: int, name: str) -> np.ndarray:
+    if class_counts is None:
+        raise ValueError(
+            f"class_sampling={name!r} needs class_counts, the (n_classes,) number of training rows of each class "
+            '(torch.bincount(targets, minlength=n_classes)); or pass class_sampling="uniform-shared".'
+        )
+    counts = np.asarray(class_counts.cpu() if isinstance(class_counts, Tensor) else class_counts, dtype=np.float64)
+    if counts.shape != (n_classes,) or not np.isfinite(counts).all() or (counts < 0).any() or counts.sum() <= 0:
+        raise ValueError(
+            f"Expected class_counts of shape ({n_classes},), finite, not negative and not all zero, "
+            f"found shape {counts.shape} with smallest {counts.min() if counts.size else None}."
+        )
+    return counts

@@ -1,0 +1,81 @@
+"""Random numbers as a function of (seed, step, place): the same on every device, with nothing to synchronise.
+
+A head keeps one int64 step counter on its device. Whatever a step needs at random is a hash of the seed, that counter
+and the place it is needed for, so a step can be captured in a CUDA graph, repeated, and resumed from a state dict.
+`kernels/_cuda_draw.py` holds the same arithmetic in Triton; the two agree bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: multiples of it are spread evenly over the 32-bit numbers
+ROUNDS = 12  # of the permutation; 8 already pass the tests of tests/test_head_draw.py
+MAIN, SECOND, NODE, ROUNDING = 0, 1, 2, 3  # what a random number is for: streams that must not meet
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of the 32-bit numbers (held in int64) in which every input bit reaches every output bit."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def seed_key(seed: int) -> int:
+    """The 64-bit seed as a 32-bit key: done once, on the host."""
+    low, high = torch.tensor(seed & MASK), torch.tensor((seed >> 32) & MASK)
+    return int(mix(mix(low) ^ high))
+
+
+def step_key(key: int, counter: Tensor, stream: int) -> Tensor:
+    """The key of one step and one stream, as a 0-dim tensor on the counter's device."""
+    step = mix(mix(key ^ (counter & MASK)) ^ ((counter >> 32) & MASK))
+    return mix((step + stream * GOLDEN) & MASK)
+
+
+def bits(key: Tensor, place: Tensor, lane: int) -> Tensor:
+    """32 random bits for each place; lanes are independent of each other."""
+    return mix((mix(place ^ key) + (lane + 1) * GOLDEN) & MASK)
+
+
+def uniform(key: Tensor, place: Tensor) -> Tensor:
+    """float64 in [0, 1), in steps of 2^-52: a class of probability 1e-9 is still drawn as often as it should."""
+    high, low = bits(key, place, 0) >> 6, bits(key, place, 1) >> 6
+    return (high.double() * 2.0**26 + low.double()) * 2.0**-52
+
+
+def in_stratum(key: Tensor, place: Tensor) -> Tensor:
+    """place + u, float64, u in [0, 1) in steps of 2^-32: exact, so that the last stratum's end is never reached."""
+    return place.double() + bits(key, place, 0).double() * 2.0**-32
+
+
+def normal(key: Tensor, place: Tensor) -> Tensor:
+    """Standard normal float32 (Box and Muller 1958); no further out than 6.7, which a 32-bit uniform allows."""
+    radius = torch.sqrt(-2.0 * torch.log((bits(key, place, 0).double() + 0.5) * 2.0**-32))
+    angle = (2.0 * math.pi * 2.0**-32) * bits(key, place, 1).double()
+    return (radius * torch.cos(angle)).float()
+
+
+def permuted(key: Tensor, place: Tensor, n: int) -> Tensor:
+    """The images of `place` (each in 0..n-1) under a permutation of 0..n-1 that the key picks: O(1) each.
+
+    Places are pairs (L, R) of an a x b grid with a b >= n. Rounds of L <- L + F(R) mod a and R <- R + F(L) mod b
+    permute the grid (a Feistel network); whoever lands outside 0..n-1 goes on until it is inside, which one
+    in sqrt(n) must. Different places have different images: sampling without replacement, with no memory of it.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    x = place
+    outside = torch.ones_like(x, dtype=torch.bool)
+    while bool(outside.any()):  # on the CPU only; the kernel walks in registers
+        left, right = x // b, x % b
+        for r in range(0, ROUNDS, 2):
+            left = (left + bits(key, right, r) % a) % a
+            right = (right + bits(key, left, r + 1) % b) % b
+        x = torch.where(outside, left * b + right, x)
+        outside = x >= n
+    return x

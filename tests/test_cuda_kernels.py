@@ -1,0 +1,209 @@
+"""The Triton kernels against plain torch. On a GPU they run there; elsewhere in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, which another test of the same process may have done:
+without a GPU this file runs itself again, in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED and not torch.cuda.is_available():
+
+    def test_kernels_in_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+        assert " passed" in run.stdout
+
+else:
+    import triton
+    import triton.language as tl
+    from conftest import rng
+
+    import augment_reduce.nn.head as head_module
+    from augment_reduce.kernels import _cuda_noise, cuda
+    from augment_reduce.nn import AugmentReduceHead, _hash, _step
+    from augment_reduce.nn._rows import rounded
+    from augment_reduce.noise import Gumbel, Logistic, Normal
+
+    DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+    # The interpreter computes in numpy, which warns of a division by zero in lanes that a mask throws away.
+    pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+    def steps(
+        monkeypatch, backend, shape, n_steps=2, *, model="softmax", dtype=torch.float32, weight_dtype=torch.float32,
+        reduction="mean", **options,
+    ):  # fmt: skip
+        """Losses, gradients by hidden and the whole state after a few steps with one of the two backends."""
+        B, S, K, D = shape
+        g = rng(B + S)
+        hidden, target = torch.randn(B, D, generator=g), torch.randint(K, (B,), generator=g)
+        target[: B // 3] = target[0]  # repeated
+        if B > 2:
+            target[-2] = -100
+        sample_weight, index = torch.rand(B, generator=g), torch.randperm(2 * B, generator=g)[:B]
+        head = AugmentReduceHead(
+            D, K, model, n_sampled_classes=S, class_counts=1.0 / torch.arange(1, K + 1), n_rows=2 * B, generator=g,
+            reduction=reduction, device=DEVICE, dtype=weight_dtype, **{"optimizer": "adagrad", **options},
+        )  # fmt: skip
+        monkeypatch.setattr(head_module, "backend_for", lambda *_: backend)
+        found = {}
+        for t in range(n_steps):
+            h = (hidden + 0.1 * t).to(DEVICE, dtype).requires_grad_()
+            loss = head(h, target.to(DEVICE), index.to(DEVICE), sample_weight.to(DEVICE))
+            loss.backward(torch.linspace(0.5, 1.5, B, device=DEVICE) if loss.ndim else None)
+            found[f"loss {t}"], found[f"hidden {t}"] = loss.detach().cpu().double(), h.grad.cpu().double()
+        state = {name: x.cpu().double() for name, x in head.state_dict().items()}
+        sparse = [p.grad.cpu().to_dense().double() for p in head.parameters() if p.grad is not None]
+        return {**found, **state, **{f"gradient {i}": x for i, x in enumerate(sparse)}}
+
+    def assert_same(ours, theirs, tolerance, skip=()):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            if any(part in name for part in skip):
+                continue
+            error = (ours[name] - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-6)
+            assert error < tolerance, f"{name}: relative error {float(error):.1e}"
+
+    EVEN, ODD = (32, 32, 64, 32), (37, 29, 203, 21)
+
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [
+            (EVEN, {"local": "amortised", "class_sampling": "uniform-shared"}),
+            (ODD, {"local": "fresh", "class_sampling": "stratified-shared", "optimizer": "rowwise-adagrad"}),
+            (ODD, {"local": "persistent", "class_sampling": "frequency-shared", "optimizer": "adam"}),
+            (EVEN, {"model": "probit", "local": "amortised", "class_sampling": "frequency-shared"}),
+            (ODD, {"model": "logistic", "local": "fresh", "class_sampling": "stratified-shared", "optimizer": "adam"}),
+            (ODD, {"model": "probit", "local": "persistent", "class_sampling": "uniform-shared"}),
+            (ODD, {"model": "logistic", "local": "amortised", "n_nodes": 3, "reduction": "sum"}),
+            (ODD, {"local": "fresh", "reduction": "none", "bias": False}),
+            (ODD, {"local": "fresh", "optimizer": None}),  # row-sparse gradients
+            (EVEN, {"local": "fresh", "reduction": "none", "optimizer": None}),
+            ((9, 1, 50, 7), {"local": "amortised", "class_sampling": "uniform-shared"}),  # one class sampled
+            ((9, 1, 50, 7), {"local": "fresh", "class_sampling": "stratified-shared"}),
+            ((1, 1, 2, 1), {"local": "fresh", "class_sampling": "uniform-shared"}),
+            ((8, 20, 20, 16), {"local": "fresh", "class_sampling": "all"}),
+            (ODD, {"local": "amortised", "floor": None}),
+            (ODD, {"local": "amortised", "floor": 0.1}),  # acts on many rows
+        ],
+        ids=lambda x: "-".join(map(str, x.values() if isinstance(x, dict) else x)),
+    )
+    def test_step_parity(shape, options, monkeypatch):
+        """Loss, gradients, weights, optimiser state, local state, counters: everything that a step leaves behind."""
+        ours, theirs = (steps(monkeypatch, backend, shape, **options) for backend in (cuda, _step))
+        assert_same(ours, theirs, 2e-5)
+
+    @pytest.mark.parametrize("model", ["softmax", "logistic"])
+    def test_bfloat16_products(model, monkeypatch):
+        """The plain twin computes in float32 from the same bfloat16 rows; pulls and products here round to 8 bits."""
+        options = {"n_steps": 1, "model": model, "dtype": torch.bfloat16, "local": "amortised"}
+        ours, theirs = (steps(monkeypatch, backend, ODD, **options) for backend in (cuda, _step))
+        assert_same(ours, theirs, 1e-2, skip=("weight",))  # Adagrad's first step looks at signs alone
+        assert abs(float(ours["loss 0"] - theirs["loss 0"])) < 1e-3 * float(theirs["loss 0"])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_bfloat16_weights(dtype, monkeypatch):
+        """The same random bits round them: no entry is further off than a spacing, and nearly all are equal."""
+        half = {"dtype": dtype, "weight_dtype": torch.bfloat16}
+        options = {"n_steps": 1, "local": "amortised", "optimizer": "rowwise-adagrad", "learning_rate": 0.01, **half}
+        ours, theirs = (steps(monkeypatch, backend, EVEN, **options) for backend in (cuda, _step))
+        off = (ours["weight"] - theirs["weight"]).abs()
+        # The gradients differ too, by 1 % of a step of 0.01.
+        assert (off <= 2.0**-7 * theirs["weight"].abs() + 2e-4).all()
+        assert float((off > 0).double().mean()) < 0.05
+        assert_same(ours, theirs, 1e-2, skip=("weight",))
+
+    def test_stochastic_rounding_is_the_same():
+        x = torch.randn(8, 16, generator=rng(0)) * 3
+        key = _hash.step_key(5, torch.tensor(3), _hash.ROUNDING)
+        expected = rounded(x, torch.bfloat16, key, torch.arange(8))
+        out = torch.empty(8 * 16, dtype=torch.bfloat16, device=DEVICE)
+        counter = torch.tensor([3], device=DEVICE)
+        _round[(1,)](x.reshape(-1).to(DEVICE), out, counter, 5, N=128)
+        assert torch.equal(out.cpu().reshape(8, 16), expected)
+
+    @pytest.mark.parametrize("name", ["uniform-shared", "frequency-shared", "stratified-shared"])
+    def test_the_same_classes_are_drawn(name, monkeypatch):
+        K, S = 1_003, 64
+        head = AugmentReduceHead(
+            4, K, n_sampled_classes=S, class_sampling=name, class_counts=1.0 / torch.arange(1, K + 1), generator=rng(0),
+            device=DEVICE,
+        )  # fmt: skip
+        seen = []
+
+        class Spy:
+            @staticmethod
+            def forward(*arguments):
+                loss, saved = cuda.forward(*arguments)
+                seen.append(saved.classes)
+                return loss, saved
+
+        monkeypatch.setattr(head_module, "backend_for", lambda *_: Spy)
+        for t in range(3):
+            head(torch.randn(2, 4, generator=rng(t)).to(DEVICE), torch.tensor([1, 2], device=DEVICE))
+            expected = head.sampler.draw(head.key, torch.tensor(t, device=DEVICE), _hash.MAIN)
+            assert torch.equal(seen[t], expected.classes)
+
+    def test_targets_out_of_range_are_left_out_and_reported(monkeypatch):
+        monkeypatch.setattr(head_module, "backend_for", lambda *_: cuda)
+        head = AugmentReduceHead(4, 30, n_sampled_classes=8, generator=rng(0), device=DEVICE, reduction="none")
+        target = torch.tensor([3, 30, -100, -7, 2], device=DEVICE)
+        loss = head(torch.randn(5, 4, generator=rng(1)).to(DEVICE), target)
+        assert (loss == 0).tolist() == [False, True, True, True, False]
+        with pytest.raises(ValueError, match="but 2 are outside: target=30"):
+            head.check_targets()
+        head.debug = True
+        with pytest.raises(ValueError, match="but 2 are outside"):
+            head(torch.randn(5, 4, generator=rng(1)).to(DEVICE), target)
+
+    @pytest.mark.parametrize("most", [1 << 14, 10])
+    def test_touched_classes_are_sorted(most, monkeypatch):
+        """By counting, or beyond that by torch.sort: the same, repeats in the order of their places."""
+        monkeypatch.setattr(cuda, "MOST_RANKED", most)
+        classes = torch.randint(20, (75,), generator=rng(0))
+        label = torch.randint(-1, 20, (130,), generator=rng(1)).to(torch.int32)
+        ordered, order = cuda.sort_touched(classes.to(DEVICE), label.to(DEVICE), 20)
+        every = torch.cat([classes.to(torch.int32), torch.where(label < 0, 20, label)])
+        expected = torch.sort(every, stable=True)
+        assert torch.equal(ordered.cpu(), expected.values)
+        assert torch.equal(order.cpu().long(), expected.indices)
+
+    @triton.jit
+    def _noise(T, Tail, Out, NOISE: tl.constexpr, N: tl.constexpr):
+        i = tl.arange(0, N)
+        value, first, second = _cuda_noise.about_cdf(tl.load(T + i), Tail, NOISE)
+        tl.store(Out + i, value)
+        tl.store(Out + N + i, first)
+        tl.store(Out + 2 * N + i, second)
+        value, first, second = _cuda_noise.about_density(tl.load(T + i), NOISE)
+        tl.store(Out + 3 * N + i, value)
+        tl.store(Out + 4 * N + i, first)
+        tl.store(Out + 5 * N + i, second)
+
+    @triton.jit(do_not_specialize=["key"])
+    def _round(X, Out, Counter, key, N: tl.constexpr):
+        i = tl.arange(0, N)
+        random = cuda._cuda_update.step_key(key, Counter, cuda._cuda_update.ROUNDING)
+        tl.store(Out + i, cuda._cuda_update.at_random(tl.load(X + i), random, i.to(tl.uint32)))
+
+    @pytest.mark.parametrize("noise", [Gumbel(), Normal(), Logistic()], ids=lambda n: n.name)
+    def test_noises(noise):
+        """Both tails included, against float64. The probit's bend is -r (t + r), which cancels far below 0."""
+        t = torch.linspace(-30.0, 9.0, 512)
+        tail = cuda._tables(1, DEVICE)[2]
+        out = torch.empty(6, 512, device=DEVICE)
+        _noise[(1,)](t.to(DEVICE), tail, out, NOISE=cuda.NOISES[type(noise)], N=512)
+        x = t.double()
+        expected = [noise.log_cdf(x), *noise.dlog_cdf_and_derivative(x)]
+        expected += [noise.log_prob(x), noise.dlog_prob(x), noise.d2log_prob(x)]
+        for found, truth in zip(out.cpu().double(), expected, strict=True):
+            assert float(((found - truth).abs() / truth.abs().clamp_min(1e-3)).max()) < 2e-5 + (t.min() ** 2 * 1e-7)
