@@ -80,9 +80,9 @@ def backend(module: Any) -> Iterator[None]:
 
 
 def outcome(
-    module: Any, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, **options: Any
+    module: Any, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, n: int, **options: Any
 ) -> dict:
-    """Everything that two steps leave behind."""
+    """Everything that n steps leave behind."""
     B, S, K, D = shape
     model = options.pop("model", "softmax")
     head = AugmentReduceHead(
@@ -90,7 +90,7 @@ def outcome(
         generator=torch.Generator().manual_seed(3), **{"optimizer": "adagrad", **options},
     )  # fmt: skip
     found = {}
-    for t, (hidden, target) in enumerate(inputs(K, D, B, 2, dtype, device)):
+    for t, (hidden, target) in enumerate(inputs(K, D, B, n, dtype, device)):
         target[5] = -100
         with backend(module):
             loss = head(hidden, target, index=torch.arange(B, device=device) + t)
@@ -128,16 +128,20 @@ def one_parity(
     from augment_reduce.kernels import cuda
 
     kept = torch.get_float32_matmul_precision()
+    n = 2 if limit < 1e-3 else 1  # Adagrad's first step looks at signs: in low precision the second starts elsewhere
     try:
         torch.set_float32_matmul_precision(precision)
-        ours = outcome(cuda, shape, dtype, device, **options)
+        ours = outcome(cuda, shape, dtype, device, n, **options)
         torch.set_float32_matmul_precision("highest")
-        theirs = outcome(_step, shape, dtype, device, **options)
+        theirs = outcome(_step, shape, dtype, device, n, **options)
     finally:
         torch.set_float32_matmul_precision(kept)
-    # In low precision Adagrad's first step looks at signs, so weights say little: gradients and state do.
-    names = [n for n in ours if limit < 1e-3 or "weight" not in n]
-    errors = {n: float((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp_min(1e-6)) for n in names}
+    names = [name for name in ours if n == 2 or "weight" not in name]
+    least = {"local.label_mean": 1.0}  # a mean of scores of both signs, of size 1 each
+    errors = {
+        name: float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp_min(least.get(name, 1e-6)))
+        for name in names
+    }
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
     verdict = "ok" if errors[worst] < limit else "FAILED"
     kind = {"highest": "float32", "high": "tf32"}[precision] if dtype == torch.float32 else "bfloat16"
@@ -227,37 +231,39 @@ def one_shape(
     )
 
 
+def profiled(
+    K: int, D: int, sizes: argparse.Namespace, device: torch.device, options: dict[str, Any]
+) -> list[tuple[str, float, int]]:
+    """(kernel, milliseconds a step, launches a step), longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    head = make_head(K, D, min(sizes.S, K), device, **options)
+    batches = inputs(K, D, sizes.B, STEPS_IN_GRAPH, torch.bfloat16, device)
+    all_steps(head, batches)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            all_steps(head, batches)
+        torch.cuda.synchronize()
+    n = 3 * STEPS_IN_GRAPH
+    events = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
+    return [(e.key, e.device_time_total / 1e3 / n, round(e.count / n)) for e in events if e.device_time_total / n > 0.2]
+
+
 def kernels(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
     if device.type != "cuda":
         return
-    from torch.profiler import ProfilerActivity, profile
-
-    K, B, S = sizes.K[-2:][0], sizes.B, min(sizes.S, sizes.K[-2:][0])
+    K = sizes.K[-2:][0]
     for D in sizes.D:
-        for options in ({"local": "amortised"}, {"local": "fresh"}, {"model": "probit"}):
-            head = make_head(K, D, S, device, **options)
-            batches = inputs(K, D, B, STEPS_IN_GRAPH, torch.bfloat16, device)
-            for _ in range(3):
-                all_steps(head, batches)
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                for _ in range(3):
-                    all_steps(head, batches)
-                torch.cuda.synchronize()
-            n = 3 * STEPS_IN_GRAPH
-            product = 2.0 * B * S * D / 790e9  # milliseconds at 790 TFLOP/s
-            for event in sorted(profiler.key_averages(), key=lambda e: -e.device_time_total):
-                ms = event.device_time_total / 1e3 / n
-                if ms < 2e-4:
-                    continue
-                label = f"{event.key[:30]} ({'-'.join(options.values())})"
-                share = f"{event.count / n:.0f} a step"
-                if event.key.startswith(("scores", "grad_hidden", "grad_rows")):
-                    twice = event.key.startswith("scores") and options.get("local") == "fresh"
-                    floor = product * (1.5 if twice else 1.0)
-                    share += f", {floor / ms:.0%} of the tensor cores' floor"
-                report.add("kernels", label, K=K, D=D, B=B, S=S, ms_p50=ms, note=share)
-            del head
+        for options in ({"local": "amortised"}, {"local": "fresh"}, {"model": "probit"}, {"model": "logistic"}):
+            product = 2.0 * sizes.B * min(sizes.S, K) * D / 790e9  # milliseconds at 790 TFLOP/s
+            for key, ms, launches in profiled(K, D, sizes, device, options):
+                note = f"{launches} a step"
+                if key in ("scores", "grad_hidden", "grad_rows"):
+                    twice = key == "scores" and options.get("local") == "fresh"
+                    note += f", {product * (1.5 if twice else 1.0) / ms:.0%} of the tensor cores' floor"
+                label = f"{key[:30]} ({'-'.join(options.values())})"
+                report.add("kernels", label, K=K, D=D, B=sizes.B, S=min(sizes.S, K), ms_p50=ms, note=note)
 
 
 def peers(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
@@ -342,35 +348,49 @@ def sampled_peer(report: Report, device: torch.device, sizes: argparse.Namespace
     report.add("peers", "sampled softmax, torch, no update", K=K, D=D, B=sizes.B, S=S, **found)
 
 
+CANDIDATES: dict[str, list[tuple[int, ...]]] = {
+    "scores": [
+        (128, 128, 64, 4, 3), (128, 128, 64, 4, 2), (128, 128, 32, 4, 4), (64, 128, 64, 4, 2), (128, 256, 64, 8, 3),
+        (256, 128, 64, 8, 3),
+    ],
+    "noise": [
+        (64, 64, 64, 4, 3), (64, 128, 64, 4, 3), (64, 32, 64, 4, 3), (64, 64, 64, 4, 2), (32, 64, 64, 4, 3),
+        (64, 128, 64, 4, 2),
+    ],
+    "grad_hidden": [
+        (128, 128, 64, 8, 3, 4), (128, 128, 64, 8, 4, 1), (128, 128, 64, 8, 4, 4), (128, 256, 64, 8, 3, 1),
+        (128, 256, 64, 8, 3, 2), (64, 128, 64, 4, 4, 2),
+    ],
+    "grad_rows": [
+        (128, 128, 64, 4, 4, 4), (128, 128, 64, 4, 4, 1), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 3, 4),
+        (128, 256, 64, 8, 3, 2), (128, 256, 64, 8, 3, 1),
+    ],
+    "update": [(128, 4), (128, 2), (64, 2), (128, 1), (256, 4), (256, 8)],
+}  # fmt: skip
+
+
 def tune(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
-    """Other tiles for the three products: whole steps, so that what helps one kernel is seen in the whole."""
+    """Each kernel's time with other tiles: one candidate of every kernel at a time, all in one profile."""
     if device.type != "cuda":
         return
     from augment_reduce.kernels import cuda
 
-    wide = [
-        (128, 128, 64, 8, 3),
-        (128, 256, 64, 8, 3),
-        (256, 128, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (128, 128, 64, 4, 3),
-    ]
-    small = [(64, 128, 64, 4, 3), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4)]
+    kept = dict(cuda.TILES), (cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS)
     K = sizes.K[-2:][0]
     for D in sizes.D:
-        for kernel in ("scores", "grad_hidden", "grad_rows"):
-            key = (kernel, D > 256)
-            kept = cuda.TILES[key]
-            for shape in wide + small:
-                cuda.TILES[key] = cuda.Tile(*shape)
-                with guarded(report, "tune", f"{kernel} {shape}"):
-                    head = make_head(K, D, sizes.S, device, local="amortised")
-                    batches = inputs(K, D, sizes.B, STEPS_IN_GRAPH, torch.bfloat16, device)
-                    replay = captured(lambda head=head, batches=batches: all_steps(head, batches), 1)
-                    found = times(replay.replay, 20, STEPS_IN_GRAPH, device)
-                    mark = " (as built)" if cuda.Tile(*shape) == kept else ""
-                    report.add("tune", f"{kernel} {shape}{mark}", K=K, D=D, B=sizes.B, S=sizes.S, **found)
-            cuda.TILES[key] = kept
+        for choice in zip(*CANDIDATES.values(), strict=True):
+            chosen = dict(zip(CANDIDATES, choice, strict=True))
+            cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS = chosen.pop("update")
+            cuda.TILES.update({(kernel, D > 256): cuda.Tile(*shape) for kernel, shape in chosen.items()})
+            shapes = {**chosen, "update": (cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS, "splits", *chosen["grad_rows"][5:])}
+            for model in ("softmax", "probit"):
+                with guarded(report, "tune", f"{model} {choice}"):
+                    for name, ms, _ in profiled(K, D, sizes, device, {"model": model, "local": "amortised"}):
+                        if model == "softmax" or name == "scores":
+                            shape = shapes["noise" if model == "probit" else name] if name in shapes else ""
+                            report.add("tune", f"{name} {shape} {model}", K=K, D=D, ms_p50=ms)
+    cuda.TILES.update(kept[0])
+    cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS = kept[1]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -381,9 +401,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     )
     parser.add_argument("--tiny", action="store_true", help="small shapes, on the CPU")
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--classes", nargs="+", type=int, default=list(SHAPES_K), help="K, ascending")
+    parser.add_argument("--features", nargs="+", type=int, default=list(SHAPES_D), help="D")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
-    sizes = argparse.Namespace(K=SHAPES_K, D=SHAPES_D, B=4096, S=4096, repeats=args.repeats)
+    sizes = argparse.Namespace(K=tuple(args.classes), D=tuple(args.features), B=4096, S=4096, repeats=args.repeats)
     if device.type == "cpu":
         sizes = argparse.Namespace(K=(300, 1_000, 3_000), D=(16,), B=32, S=32, repeats=3)
     report = Report(Path(args.out) if args.out else None, device)

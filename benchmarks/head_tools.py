@@ -28,13 +28,7 @@ class Report:
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self.rows: list[dict[str, Any]] = []
         self.path = path
-        name = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-        )
-        self.common = {
-            "machine": name,
-            "versions": f"augment-reduce {augment_reduce.__version__}, torch {torch.__version__}, triton {_triton()}",
-        }
+        self.common = dict(zip(("machine", "versions"), versions(device), strict=True))
 
     def add(self, section: str, name: str, **values: Any) -> None:
         row = {**dict.fromkeys(FIELDS, ""), "section": section, "name": name, **values, **self.common}
@@ -52,6 +46,13 @@ class Report:
                 writer.writeheader()
             writer.writerows(self.rows)
         print(f"{len(self.rows)} rows appended to {self.path}")
+
+
+def versions(device: torch.device) -> tuple[str, str]:
+    """The machine, and what ran on it."""
+    on_gpu = device.type == "cuda"
+    machine = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
+    return machine, f"augment-reduce {augment_reduce.__version__}, torch {torch.__version__}, triton {_triton()}"
 
 
 def _triton() -> str:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import rng
 from user_noises import Laplace
 
+import augment_reduce.nn.head as head_module
 from augment_reduce.bounds import Nodes, noise_bound, softmax_bound
 from augment_reduce.local import fit_gaussian
 from augment_reduce.nn import AugmentReduceHead, SharedSampler, _predict, _step
@@ -229,6 +230,28 @@ def test_persistent_follows_the_authors_e_step():
     expected = torch.log((1 - alpha) * used[0].exp() + alpha * (used[0] + log_ratio).exp())
     torch.testing.assert_close(local.memory[0, [2, 0]], expected)
     assert local.visits.tolist() == [5, 0, 10]
+
+
+def test_under_a_floor_pulls_and_lifts_still_balance(monkeypatch):
+    """4 of 400 classes are a wild guess of the rest, and the floor acts often. Yet the gradients by the scores must sum
+    to nothing on average, as those of a softmax do; else all scores would rise or sink together, without end."""
+    _, weight, bias, _ = problem(torch.float32, k=400, d=6)
+    head = head_with("softmax", 0.6 * weight, bias, n_sampled_classes=4, local="amortised")
+    sums = []
+
+    class Spy:
+        @staticmethod
+        def forward(*arguments):
+            loss, saved = _step.forward(*arguments)
+            sums.append(float((saved.pull.sum(1) - saved.lift).mean()))
+            return loss, saved
+
+    monkeypatch.setattr(head_module, "backend_for", lambda *_: Spy)
+    for t in range(400):
+        h = torch.randn(256, 6, generator=rng(100 + t))
+        head(h, drawn_labels("softmax", h @ head.weight.T + head.bias, t))
+    assert head.floored_share > 0.05
+    assert abs(sum(sums[100:]) / 300) < 0.05
 
 
 def test_floor_bounds_what_a_row_can_do():

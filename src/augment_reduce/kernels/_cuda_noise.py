@@ -66,8 +66,9 @@ def about_cdf(t, Tail, NOISE: tl.constexpr):
         return -ratio, ratio, -ratio
     elif NOISE == LOGISTIC:
         odds = exp(tl.minimum(-t, 80.0))  # beyond it Phi has been 0 and the ratio 1 for long
-        ratio = odds * reciprocal(1.0 + odds)
-        return log_rest(ratio, -log(1.0 + odds)), ratio, ratio * ratio - ratio
+        rest = reciprocal(1.0 + odds)
+        ratio = odds * rest
+        return log_rest(ratio, -log(1.0 + odds)), ratio, -ratio * rest
     else:
         a = tl.minimum(tl.abs(t), 1e18)
         w = reciprocal(a + 3.5)

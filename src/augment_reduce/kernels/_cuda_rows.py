@@ -17,6 +17,8 @@ from ._cuda_prepare import HIGH, LOW, put_nodes
 LOG_2PI_E = tl.constexpr(2.8378770664093453)
 LEAST, TINY = tl.constexpr(1e-2), tl.constexpr(1e-37)
 FIELDS = tl.constexpr(16)  # scalars a block of rows reports, see `finish`
+USED = tl.constexpr(11)
+AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit
@@ -31,10 +33,12 @@ def newton(location, log_precision, slope, bend, alpha):
 
 @triton.jit
 def collect(Sums, which: tl.constexpr, b, in_b, B, n_blocks):
-    """The sum over all blocks of classes, always in the same order."""
+    """The sum over all blocks of classes, always in the same order; many at a time, since each is a wait for memory."""
     total = tl.zeros_like(b).to(tl.float32)
-    for i in range(n_blocks):
-        total += tl.load(Sums + (which * n_blocks + i).to(tl.int64) * B + b, mask=in_b, other=0.0)
+    for start in range(0, n_blocks, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        at = Sums + (which * n_blocks + i).to(tl.int64)[:, None] * B + b[None, :]
+        total += tl.sum(tl.load(at, mask=(i < n_blocks)[:, None] & in_b[None, :], other=0.0), axis=0)
     return total
 
 
@@ -56,7 +60,7 @@ def about_label(V, NodeWeight, b, in_b, psi_y, NOISE: tl.constexpr, J: tl.conste
 
 @triton.jit(do_not_specialize=["key"])
 def refine(
-    Sums, PsiY, Used, VFirst, WeightFirst, V, Node, Counter, B, n_blocks, key,
+    Sums, PsiY, Used, VFirst, WeightFirst, V, Node, Counter, Learned, B, n_blocks, key, share,
     NOISE: tl.constexpr, J_FIRST: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From the sums at the first nodes (J_FIRST of them) to q(v) moved, and the nodes of the bound itself."""
@@ -69,7 +73,8 @@ def refine(
     _, first, second = about_label(VFirst, WeightFirst, b, in_b, psi_y, NOISE, J_FIRST)
     slope = pulls + first
     if NOISE == SOFTMAX:
-        used += tl.log(tl.maximum(pulls + tl.exp(tl.minimum(psi_y - used, 60.0)), TINY))
+        move = tl.log(tl.maximum(pulls + tl.exp(tl.minimum(psi_y - used, 60.0)), TINY))
+        used += tl.where(tl.load(Learned) > 0, share, 1.0) * move
     else:
         log_precision = tl.load(Used + B + b, mask=in_b, other=0.0)
         bend = collect(Sums, 2, b, in_b, B, n_blocks) + second
@@ -82,7 +87,7 @@ def refine(
 @triton.jit
 def finish(
     Hidden, Sums, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Index, Mean, LabelMean, Memory, Visits,
-    Learned, RowLoss, Scale, AtLabel, Scaled, Report, B, D, n_blocks, n_rows, floor,
+    Learned, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Report, B, D, n_blocks, n_rows, floor, largest,
     NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr, LEARN: tl.constexpr, HAS_MEMORY: tl.constexpr,
     SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +120,16 @@ def finish(
         if FLOOR:
             most = tl.exp(floor) * (1.0 + tl.abs(lift))
             shrink = tl.where(pulls > most, most / pulls, 1.0)
+        slope = pulls * shrink + first
         bound = value + collect(Sums, 1, b, in_b, B, n_blocks) * shrink - 0.5 * (log_precision - LOG_2PI_E)
     loss = tl.where(seen > 0.0, -bound, 0.0) * weight
     scale = weight * shrink
     tl.store(RowLoss + b, loss, mask=in_b)
     tl.store(Scale + b, scale, mask=in_b)
+    if SCALED:
+        column = tl.arange(0, 16)[None, :]
+        at_column = ScaleColumns + b.to(tl.int64)[:, None] * 16 + column
+        tl.store(at_column, tl.where(column == 0, scale[:, None], 0.0).to(Scaled.dtype.element_ty), mask=in_b[:, None])
     tl.store(AtLabel + b, tl.where(seen > 0.0, lift, 0.0) * weight, mask=in_b)
     label = psi_y - tl.load(LabelMean)
     out = Report + pid.to(tl.int64) * (3 * D + FIELDS)
@@ -134,8 +144,7 @@ def finish(
             tl.store(Learned, tl.load(Learned) + 1)  # read by `learn`, which comes after
         predicted = tl.load(Predicted + b, mask=in_b, other=0.0)
         if NOISE == SOFTMAX:
-            off = tl.exp(tl.minimum(used + slope - predicted, 60.0)) - 1.0
-            rho = tl.minimum(tl.maximum(off, -1.0), 4.0) * seen
+            rho = (tl.exp(tl.minimum(used + slope - predicted, largest)) - 1.0) * seen
         else:
             precision = tl.exp(log_precision)
             reach = 2.0 / tl.sqrt(precision)
@@ -184,21 +193,28 @@ def finish(
 
 
 @triton.jit
-def total_of(Report, field, width, n_blocks, BLOCK: tl.constexpr):
-    """Sum of one scalar of the report over all blocks of rows."""
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+def scalars_of(Report, width, n_blocks, BLOCK: tl.constexpr):
+    """The scalars of the report, summed over all blocks of rows; see `scalar`."""
+    field = tl.arange(0, FIELDS)
+    total = tl.zeros((FIELDS,), dtype=tl.float32)
     for start in range(0, n_blocks, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        total += tl.load(Report + i.to(tl.int64) * width + field, mask=i < n_blocks, other=0.0)
-    return tl.sum(total, axis=0)
+        at = Report + i.to(tl.int64)[:, None] * width + field[None, :]
+        total += tl.sum(tl.load(at, mask=(i < n_blocks)[:, None] & (field < USED)[None, :], other=0.0), axis=0)
+    return total
 
 
 @triton.jit
-def columns_of(Report, field, d, in_d, width, n_blocks, ROWS: tl.constexpr):
+def scalar(totals, which: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, FIELDS) == which, totals, 0.0), axis=0)
+
+
+@triton.jit
+def columns_of(Report, field, d, in_d, width, n_blocks, BLOCK: tl.constexpr):
     """Sum of a stretch of the report's vectors over all blocks of rows."""
     total = tl.zeros_like(d).to(tl.float32)
-    for start in range(0, n_blocks, ROWS):
-        i = start + tl.arange(0, ROWS)
+    for start in range(0, n_blocks, BLOCK):
+        i = start + tl.arange(0, BLOCK)
         at = Report + i.to(tl.int64)[:, None] * width + (d + field)[None, :]
         total += tl.sum(tl.load(at, mask=(i < n_blocks)[:, None] & in_d[None, :], other=0.0), axis=0)
     return total
@@ -210,41 +226,38 @@ def learn(
     NOISE: tl.constexpr, LEARN: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     OFFSET_RATE: tl.constexpr, SLOPE_RATE: tl.constexpr, LABEL_RATE: tl.constexpr, MEAN_RATE: tl.constexpr,
 ):  # fmt: skip
-    """One program a stretch of features; the first also does what there is only one of. Normalised least squares."""
+    """One program a stretch of features; the last also does what there is only one of. Normalised least squares."""
     width = 3 * D + FIELDS
-    n = tl.maximum(total_of(Report, 2, width, n_blocks, BLOCK), 1.0)
-    learned = tl.load(Learned)
+    totals = scalars_of(Report, width, n_blocks, BLOCK)
+    n = tl.maximum(scalar(totals, 2), 1.0)
     if LEARN:
-        rate = tl.maximum(1.0 / learned.to(tl.float32), MEAN_RATE)
+        rate = tl.maximum(1.0 / tl.load(Learned).to(tl.float32), MEAN_RATE)
         d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = d < D
-        energy = tl.maximum(total_of(Report, 10, width, n_blocks, BLOCK), 1e-12)
+        energy = tl.maximum(scalar(totals, 10), 1e-12)
         mean = tl.load(Mean + d, mask=in_d, other=0.0)
         slope = tl.load(Slope + d, mask=in_d, other=0.0)
-        mean += rate * columns_of(Report, FIELDS, d, in_d, width, n_blocks, 16) / n
-        slope += SLOPE_RATE * columns_of(Report, D + FIELDS, d, in_d, width, n_blocks, 16) / energy
+        mean += rate * columns_of(Report, FIELDS, d, in_d, width, n_blocks, BLOCK) / n
+        slope += SLOPE_RATE * columns_of(Report, D + FIELDS, d, in_d, width, n_blocks, BLOCK) / energy
         tl.store(Mean + d, mean, mask=in_d)
         tl.store(Slope + d, slope, mask=in_d)
         if NOISE != SOFTMAX:
             slope = tl.load(Slope + D + d, mask=in_d, other=0.0)
-            slope += SLOPE_RATE * columns_of(Report, 2 * D + FIELDS, d, in_d, width, n_blocks, 16) / energy
+            slope += SLOPE_RATE * columns_of(Report, 2 * D + FIELDS, d, in_d, width, n_blocks, BLOCK) / energy
             tl.store(Slope + D + d, slope, mask=in_d)
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        weight = tl.maximum(total_of(Report, 1, width, n_blocks, BLOCK), 1.17549435e-38)
-        denominator = weight if MEAN else 1.0
+        denominator = tl.maximum(scalar(totals, 1), 1.17549435e-38) if MEAN else 1.0
         tl.store(Denominator, denominator)
-        tl.store(Loss, total_of(Report, 0, width, n_blocks, BLOCK) / denominator)
-        tl.store(Tally, tl.load(Tally) + total_of(Report, 2, width, n_blocks, BLOCK).to(tl.int64))
-        tl.store(Tally + 1, tl.load(Tally + 1) + total_of(Report, 3, width, n_blocks, BLOCK).to(tl.int64))
+        tl.store(Loss, scalar(totals, 0) / denominator)
+        tl.store(Tally, tl.load(Tally) + scalar(totals, 2).to(tl.int64))
+        tl.store(Tally + 1, tl.load(Tally + 1) + scalar(totals, 3).to(tl.int64))
         tl.store(Counter, tl.load(Counter) + 1)
         if LEARN:
-            rate = tl.maximum(1.0 / learned.to(tl.float32), MEAN_RATE)
             fast = tl.maximum(rate, OFFSET_RATE)
-            tl.store(Offset, tl.load(Offset) + fast * total_of(Report, 6, width, n_blocks, BLOCK) / n)
-            tl.store(LabelMean, tl.load(LabelMean) + rate * total_of(Report, 4, width, n_blocks, BLOCK) / n)
+            tl.store(Offset, tl.load(Offset) + fast * scalar(totals, 6) / n)
+            tl.store(LabelMean, tl.load(LabelMean) + rate * scalar(totals, 4) / n)
             if NOISE != SOFTMAX:
-                tl.store(Offset + 1, tl.load(Offset + 1) + fast * total_of(Report, 7, width, n_blocks, BLOCK) / n)
-                label_energy = tl.maximum(total_of(Report, 5, width, n_blocks, BLOCK), 1e-12)
-                by = LABEL_RATE / label_energy
-                tl.store(LabelSlope, tl.load(LabelSlope) + by * total_of(Report, 8, width, n_blocks, BLOCK))
-                tl.store(LabelSlope + 1, tl.load(LabelSlope + 1) + by * total_of(Report, 9, width, n_blocks, BLOCK))
+                tl.store(Offset + 1, tl.load(Offset + 1) + fast * scalar(totals, 7) / n)
+                by = LABEL_RATE / tl.maximum(scalar(totals, 5), 1e-12)
+                tl.store(LabelSlope, tl.load(LabelSlope) + by * scalar(totals, 8))
+                tl.store(LabelSlope + 1, tl.load(LabelSlope + 1) + by * scalar(totals, 9))

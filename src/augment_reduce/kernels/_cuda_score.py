@@ -2,7 +2,8 @@
 # ruff: noqa: RET505 (Triton follows one branch of a constant condition; what comes after it is always compiled)
 """Triton: what costs a matrix product. Scores with the bound's gradient by them, and the two products of the way back.
 
-`Pull` (B, S) is the only large array; scores exist in registers alone. Accumulation is in float32 throughout.
+`Pull` (B, S) is the only large array; scores exist in registers alone. Accumulation is in float32 throughout. Where
+an output is too small to keep all multiprocessors busy, several programs share its sum, and whoever reads it adds up.
 """
 
 import triton
@@ -80,27 +81,19 @@ def scores(
 
 
 @triton.jit
-def grad_hidden(
-    Pull, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Out, B, S, D,
-    PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+def stretch(n, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """From where to where this program sums, if SPLITS programs share the sum over n: whole blocks each."""
+    size = tl.cdiv(tl.cdiv(n, BLOCK), SPLITS) * BLOCK
+    first = tl.program_id(2) * size
+    return first, tl.minimum(first + size, n)
+
+
+@triton.jit
+def to_hidden(
+    total, LabelRows, Scale, AtLabel, Grad, Denominator, Out, b, d, B, D,
 ):  # fmt: skip
-    """Out = g (scale_b (pull rows)_b - at_label_b label_rows_b), g = upstream gradient over the denominator."""
-    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    """Out = g (scale_b total_b - at_label_b label_rows_b), g = upstream gradient over the denominator."""
     in_b, in_d = b < B, d < D
-    p_at = Pull + b.to(tl.int64)[:, None] * S
-    total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
-    for start in range(0, S, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        in_s = s < S
-        p = tl.load(p_at + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
-        w_at = Rows + s.to(tl.int64)[:, None] * D + d[None, :]
-        if EVEN_D:
-            w = tl.load(w_at, mask=in_s[:, None], other=0.0)
-        else:
-            w = tl.load(w_at, mask=in_s[:, None] & in_d[None, :], other=0.0)
-        total = multiplied(p, w, total, PRECISION)
     g = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
     scale = g * tl.load(Scale + b, mask=in_b, other=0.0)
     at_label = g * tl.load(AtLabel + b, mask=in_b, other=0.0)
@@ -112,15 +105,61 @@ def grad_hidden(
 
 
 @triton.jit
+def grad_hidden(
+    Pull, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Partial, Out, B, S, D,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """pull rows, and from it the gradient by hidden; with SPLITS > 1 sums over parts of S, for `combine`."""
+    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_b, in_d = b < B, d < D
+    p_at = Pull + b.to(tl.int64)[:, None] * S
+    total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+    first, end = stretch(S, BLOCK_S, SPLITS)
+    for start in range(first, end, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        in_s = s < S
+        p = tl.load(p_at + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
+        w_at = Rows + s.to(tl.int64)[:, None] * D + d[None, :]
+        if EVEN_D:
+            w = tl.load(w_at, mask=in_s[:, None], other=0.0)
+        else:
+            w = tl.load(w_at, mask=in_s[:, None] & in_d[None, :], other=0.0)
+        total = multiplied(p, w, total, PRECISION)
+    if SPLITS == 1:
+        to_hidden(total, LabelRows, Scale, AtLabel, Grad, Denominator, Out, b, d, B, D)
+    else:
+        at = (tl.program_id(2).to(tl.int64) * B + b)[:, None] * D + d[None, :]
+        tl.store(Partial + at, total, mask=in_b[:, None] & in_d[None, :])
+
+
+@triton.jit
+def combine(
+    Partial, LabelRows, Scale, AtLabel, Grad, Denominator, Out, B, D,
+    SPLITS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (b < B)[:, None] & (d < D)[None, :]
+    total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (b.to(tl.int64) + split * B)[:, None] * D + d[None, :]
+        total += tl.load(Partial + at, mask=inside, other=0.0)
+    to_hidden(total, LabelRows, Scale, AtLabel, Grad, Denominator, Out, b, d, B, D)
+
+
+@triton.jit
 def _over_rows(
-    Pull, Scaled, Scale, s, d, B, S, D,
-    WITH_BIAS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    Pull, Scaled, ScaleColumns, s, d, B, S, D,
+    WITH_BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     in_s, in_d = s < S, d < D
     total = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
-    of_bias = tl.zeros((BLOCK_S,), dtype=tl.float32)
-    for start in range(0, B, BLOCK_B):
+    of_bias = tl.zeros((BLOCK_S, 16), dtype=tl.float32)
+    first, end = stretch(B, BLOCK_B, SPLITS)
+    for start in range(first, end, BLOCK_B):
         b = start + tl.arange(0, BLOCK_B)
         in_b = b < B
         row = b.to(tl.int64)[:, None]
@@ -131,27 +170,33 @@ def _over_rows(
             h = tl.load(Scaled + row * D + d[None, :], mask=in_b[:, None] & in_d[None, :], other=0.0)
         total = multiplied(tl.trans(p), h, total, PRECISION)
         if WITH_BIAS:
-            of_bias += tl.sum(p.to(tl.float32) * tl.load(Scale + b, mask=in_b, other=0.0)[:, None], axis=0)
+            columns = tl.load(ScaleColumns + row * 16 + tl.arange(0, 16)[None, :], mask=in_b[:, None], other=0.0)
+            of_bias = multiplied(tl.trans(p), columns, of_bias, PRECISION)
     return total, of_bias
 
 
 @triton.jit
 def grad_rows(
-    Pull, Scaled, Scale, Out, OutBias, B, S, D,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    Pull, Scaled, ScaleColumns, Out, OutBias, B, S, D,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Out (S, D) = pull^T scaled, and OutBias (S,) = pull^T scale: the gradient by the sampled rows, but for g."""
+    """Out (SPLITS, S, D) = pull^T scaled, and OutBias (SPLITS, S) = pull^T scale, in sums over parts of B.
+
+    That is the gradient by the sampled rows, but for g. `ScaleColumns` (B, 16) holds the scales in its first column,
+    zeros beside them: as one more small product they cost next to nothing, as a sum over registers more than the rest.
+    """
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if tl.program_id(1) == 0:
+    part = tl.program_id(2).to(tl.int64) * S
+    if HAS_BIAS and tl.program_id(1) == 0:
         total, of_bias = _over_rows(
-            Pull, Scaled, Scale, s, d, B, S, D, HAS_BIAS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+            Pull, Scaled, ScaleColumns, s, d, B, S, D, True, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
         )
-        tl.store(OutBias + s, of_bias, mask=s < S)
+        tl.store(OutBias + part + s, tl.sum(of_bias, axis=1), mask=s < S)
     else:
         total, of_bias = _over_rows(
-            Pull, Scaled, Scale, s, d, B, S, D, False, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+            Pull, Scaled, ScaleColumns, s, d, B, S, D, False, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
         )
-    at = s.to(tl.int64)[:, None] * D + d[None, :]
+    at = (part + s)[:, None] * D + d[None, :]
     tl.store(Out + at, total, mask=(s < S)[:, None] & (d < D)[None, :])

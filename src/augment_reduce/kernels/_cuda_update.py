@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
 """Triton: one optimiser step on every touched weight row, repeats of a class merged first. Twin of nn/_rows.py.
 
-A step touches S sampled classes and B labels, with repeats within and between them. `rank` sorts these S + B numbers in
-one launch by counting, for each, how many come before it: quadratic, and at 8,192 of them faster than a radix sort's
-many launches. `update` then gives each class, at its first place in the sorted list, to one program, which adds up
-all of its gradients in a fixed order. So results do not vary from run to run, and nothing is read back by the host.
+A step touches S sampled classes and B labels, with repeats within and between them. `sort_blocks` and `merge` sort
+these S + B numbers in two launches: stretches first, then each number's rank among all stretches. `update` gives each
+class, at its first place in the sorted list, to one program, which adds up all of its gradients in a fixed order. So
+results do not vary from run to run, and nothing is read back by the host.
 """
 
 import triton
@@ -16,39 +16,42 @@ ADAGRAD, ROWWISE, ADAM = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def number(Classes, Label, i, S, n, n_classes):
-    """The class at place i of (sampled classes, labels); n_classes, which sorts last, for a row that does not count.
+def sort_blocks(Classes, Label, Keys, S, n, n_classes, BLOCK: tl.constexpr):
+    """Keys, sorted within each stretch of BLOCK places: (class, place in (sampled classes, labels)) as one number.
 
-    Beyond the list n_classes too: in no one's way, since there it is neither smaller nor first.
+    n_classes, which sorts last, stands for the label of a row that does not count; beyond the list the largest number.
     """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sampled = tl.load(Classes + i, mask=i < S, other=0).to(tl.int32)
     label = tl.load(Label + i - S, mask=(i >= S) & (i < n), other=-1)
-    return tl.where(i < S, sampled, tl.where(label >= 0, label, n_classes))
+    k = tl.where(i < S, sampled, tl.where(label >= 0, label, n_classes)).to(tl.int64)
+    key = tl.where(i < n, (k << 32) | i.to(tl.int64), 0x7FFFFFFFFFFFFFFF)
+    tl.store(Keys + i, tl.sort(key))
 
 
 @triton.jit
-def rank(Classes, Label, Sorted, Order, S, n, n_classes, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+def merge(Keys, Sorted, Order, n, STEPS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Sorted[r], Order[r]: the r-th smallest class, and its place; equal classes in the order of their places.
 
-    An equal class counts if it stands before: all do in the stretches before this program's (BLOCK divides OTHERS),
-    none in those after it, so that only one stretch has to look.
+    A key's rank is the number of smaller keys in each sorted stretch (BLOCKS of SIZE), found by halving.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = number(Classes, Label, i, S, n, n_classes)
-    here = (tl.program_id(0) * BLOCK) // OTHERS * OTHERS
-    before = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, here, OTHERS):
-        other = number(Classes, Label, start + tl.arange(0, OTHERS), S, n, n_classes)
-        before += tl.sum((other[None, :] <= mine[:, None]).to(tl.int32), axis=1)
-    j = here + tl.arange(0, OTHERS)
-    other = number(Classes, Label, j, S, n, n_classes)
-    first = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
-    before += tl.sum(first.to(tl.int32), axis=1)
-    for start in range(here + OTHERS, n, OTHERS):
-        other = number(Classes, Label, start + tl.arange(0, OTHERS), S, n, n_classes)
-        before += tl.sum((other[None, :] < mine[:, None]).to(tl.int32), axis=1)
-    tl.store(Sorted + before, mine, mask=i < n)
-    tl.store(Order + before, i, mask=i < n)
+    key = tl.load(Keys + i)
+    first = (tl.arange(0, BLOCKS) * SIZE)[None, :]
+    counts = first < n
+    lower = tl.zeros((BLOCK, BLOCKS), dtype=tl.int32)
+    upper = lower + SIZE
+    for _ in tl.static_range(STEPS):
+        middle = (lower + upper) // 2
+        inside = counts & (middle < upper)
+        smaller = inside & (tl.load(Keys + first + middle, mask=inside, other=0) < key[:, None])
+        lower = tl.where(smaller, middle + 1, lower)
+        upper = tl.where(smaller, upper, middle)
+    rank = tl.sum(tl.where(counts, lower, 0), axis=1)
+    place = (key & 0x7FFFFFFF).to(tl.int32)
+    kept = key != 0x7FFFFFFFFFFFFFFF
+    tl.store(Sorted + rank, (key >> 32).to(tl.int32), mask=kept)
+    tl.store(Order + rank, place, mask=kept)
 
 
 @triton.jit
@@ -72,39 +75,107 @@ def adam_move(g, First, Second, at, mask, n, log_beta1, log_beta2, rest1, rest2,
     return rate * unbias / (1.0 - tl.exp(t * log_beta1)) * m / (tl.sqrt(v) + eps * unbias)
 
 
+@triton.jit
+def members(
+    Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, first, end, k, d, in_d, S, D,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of class k at COUNT places from `first` on, before `end`, added up; and whether all were k's."""
+    at = first + tl.arange(0, COUNT)
+    same = (at < end) & (tl.load(Sorted + at, mask=at < end, other=-1) == k)
+    i = tl.load(Order + at, mask=same, other=0)
+    sampled, labelled = same & (i < S), same & (i >= S)
+    slot, b = i.to(tl.int64), (i - S).to(tl.int64)
+    at_label = tl.load(AtLabel + b, mask=labelled, other=0.0)
+    h = tl.load(Hidden + b[:, None] * D + d[None, :], mask=labelled[:, None] & in_d[None, :], other=0.0)
+    g = -at_label[:, None] * h.to(tl.float32)
+    g_bias = -at_label
+    for split in tl.static_range(SPLITS):
+        part = slot + split * S
+        mask = sampled[:, None] & in_d[None, :]
+        g += tl.load(OfClass + part[:, None] * D + d[None, :], mask=mask, other=0.0)
+        if HAS_BIAS:
+            g_bias += tl.load(OfClassBias + part, mask=sampled, other=0.0)
+    return tl.sum(g, axis=0), tl.sum(g_bias, axis=0), tl.min(same.to(tl.int32), axis=0)
+
+
+@triton.jit
+def sum_chunks(
+    Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, Chunks, ChunksBias, S, D, n,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Chunks (n / CHUNK, D): the sums of those stretches of CHUNK places in which all belong to one class.
+
+    A frequent label has hundreds of places, which one program would visit one after the other.
+    """
+    first = tl.program_id(0) * CHUNK
+    k = tl.load(Sorted + first)
+    if tl.load(Sorted + first + CHUNK - 1) == k:
+        d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_d = d < D
+        g, g_bias, _ = members(
+            Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, first, n, k, d, in_d, S, D, HAS_BIAS, SPLITS, CHUNK
+        )
+        tl.store(Chunks + tl.program_id(0).to(tl.int64) * D + d, g, mask=in_d)
+        if HAS_BIAS and tl.program_id(1) == 0:
+            tl.store(ChunksBias + tl.program_id(0), g_bias)
+
+
+@triton.jit
+def whole_chunks(Sorted, Chunks, ChunksBias, chunk, k, d, in_d, D, n, HAS_BIAS: tl.constexpr, CHUNK: tl.constexpr):
+    """The sums of the chunks of class k from `chunk` on, and the first chunk that is not all of k."""
+    g = tl.zeros_like(d).to(tl.float32)
+    g_bias = 0.0
+    more = 1
+    while more == 1:
+        c = chunk + tl.arange(0, CHUNK)
+        last = c * CHUNK + (CHUNK - 1)
+        whole = (last < n) & (tl.load(Sorted + last, mask=last < n, other=-1) == k)
+        at = Chunks + c.to(tl.int64)[:, None] * D + d[None, :]
+        g += tl.sum(tl.load(at, mask=whole[:, None] & in_d[None, :], other=0.0), axis=0)
+        if HAS_BIAS:
+            g_bias += tl.sum(tl.load(ChunksBias + c, mask=whole, other=0.0), axis=0)
+        more = tl.min(whole.to(tl.int32), axis=0)
+        chunk += tl.sum(whole.to(tl.int32), axis=0)
+    return g, g_bias, chunk
+
+
 @triton.jit(do_not_specialize=["key"])
 def update(
-    Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, Grad, Denominator, Weight, Bias, First, Second, FirstBias,
-    SecondBias, Last, Rate, Steps, Counter, S, D, n, n_classes, key, eps,
+    Sorted, Order, OfClass, OfClassBias, Chunks, ChunksBias, Hidden, AtLabel, Grad, Denominator, Weight, Bias, First,
+    Second, FirstBias, SecondBias, Last, Rate, Steps, Counter, S, D, n, n_classes, key, eps,
     log_beta1, log_beta2, rest1, rest2,
     KIND: tl.constexpr, LAZY: tl.constexpr, HAS_BIAS: tl.constexpr, PER_ROW: tl.constexpr, ROUND: tl.constexpr,
-    MEMBERS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """One program for each place of the sorted list and block of features; it works if its class starts there.
+
+    Most classes have a place or two. Of the others: those up to the next chunk, whole chunks, what is left.
+    """
     place = tl.program_id(0)
     k = tl.load(Sorted + place)
     before = tl.load(Sorted + place - 1, mask=place > 0, other=-1)
     if (k != before) & (k < n_classes):
-        d = tl.arange(0, BLOCK_D)
+        d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = d < D
-        g = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        g_bias = 0.0
-        first, more = place, 1
-        while more == 1:
-            members = first + tl.arange(0, MEMBERS)
-            same = (members < n) & (tl.load(Sorted + members, mask=members < n, other=-1) == k)
-            i = tl.load(Order + members, mask=same, other=0)
-            sampled, labelled = same & (i < S), same & (i >= S)
-            slot, b = i.to(tl.int64), (i - S).to(tl.int64)
-            at_label = tl.load(AtLabel + b, mask=labelled, other=0.0)
-            by_class = tl.load(
-                OfClass + slot[:, None] * D + d[None, :], mask=sampled[:, None] & in_d[None, :], other=0.0
+        g, g_bias, more = members(
+            Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, place, n, k, d, in_d, S, D, HAS_BIAS, SPLITS, FEW
+        )
+        if more == 1:
+            edge = tl.cdiv(place + FEW, CHUNK) * CHUNK
+            g_1, bias_1, _ = members(
+                Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, place + FEW, tl.minimum(edge, n), k, d, in_d, S,
+                D, HAS_BIAS, SPLITS, CHUNK,
+            )  # fmt: skip
+            g_2, bias_2, chunk = whole_chunks(
+                Sorted, Chunks, ChunksBias, edge // CHUNK, k, d, in_d, D, n, HAS_BIAS, CHUNK
             )
-            h = tl.load(Hidden + b[:, None] * D + d[None, :], mask=labelled[:, None] & in_d[None, :], other=0.0)
-            g += tl.sum(by_class - at_label[:, None] * h.to(tl.float32), axis=0)
-            if HAS_BIAS:
-                g_bias += tl.sum(tl.load(OfClassBias + slot, mask=sampled, other=0.0) - at_label, axis=0)
-            more = tl.min(same.to(tl.int32), axis=0)
-            first += MEMBERS
+            g_3, bias_3, _ = members(
+                Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, chunk * CHUNK, n, k, d, in_d, S, D, HAS_BIAS,
+                SPLITS, CHUNK,
+            )  # fmt: skip
+            g += g_1 + g_2 + g_3
+            g_bias += bias_1 + bias_2 + bias_3
         if not PER_ROW:
             upstream = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
             g, g_bias = g * upstream, g_bias * upstream
@@ -113,14 +184,16 @@ def update(
         rate, t = tl.load(Rate), tl.load(Steps).to(tl.float32)
         w = tl.load(Weight + at, mask=in_d, other=0.0).to(tl.float32)
         due = 1.0
-        if LAZY:
+        if LAZY:  # one block of features then
             due = t - tl.load(Last + row).to(tl.float32)
+            tl.debug_barrier()  # all warps have read it
             tl.store(Last + row, tl.load(Steps).to(tl.int32))
         if KIND == ADAM:
             w -= adam_move(g, First, Second, at, in_d, due, log_beta1, log_beta2, rest1, rest2, rate, eps, t)
-        elif KIND == ROWWISE:
+        elif KIND == ROWWISE:  # one block of features here too
             touched = tl.maximum(tl.sum((g != 0.0).to(tl.float32), axis=0), 1.0)
             s = tl.load(First + row) + tl.sum(g * g, axis=0) / touched
+            tl.debug_barrier()
             tl.store(First + row, s)
             w -= rate / (tl.sqrt(s) + eps) * g
         else:
@@ -132,7 +205,7 @@ def update(
             tl.store(Weight + at, at_random(w, random, at.to(tl.uint32)), mask=in_d)
         else:
             tl.store(Weight + at, w, mask=in_d)
-        if HAS_BIAS:
+        if HAS_BIAS and tl.program_id(1) == 0:
             bias = tl.load(Bias + row).to(tl.float32)
             if KIND == ADAM:
                 bias -= adam_move(

@@ -1,10 +1,10 @@
 """A head's step on a GPU, by Triton: `forward`, `backward` and `backward_and_update`, twins of those in nn/_step.py.
 
-A step is 9 launches (11 with local="fresh"), allocates only through torch and never waits for the device, so that it
-can be captured in a CUDA graph together with the network it belongs to:
+A step is 11 launches (13 with local="fresh", one more with `combine`), allocates only through torch and never waits
+for the device, so that it can be captured in a CUDA graph together with the network it belongs to:
 
     prepare ─► (scores of the second sample ─► refine) ─► scores ─► finish ─► learn
-    grad_hidden, grad_rows ─► rank ─► update
+    grad_hidden (─► combine), grad_rows ─► sort_blocks ─► merge ─► sum_chunks ─► update
 
 Matrix products run in bfloat16 if `hidden` is bfloat16. For float32 they follow torch.set_float32_matmul_precision:
 "highest" float32, "high" tf32, "medium" bfloat16. Sums are float32 always. Offsets into the weights are 64 bits wide.
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ..nn import _hash
 from ..nn._draw import EVERY, UNIFORM, Drawn, SharedSampler
-from ..nn._local import LABEL_RATE, MEAN_RATE, OFFSET_RATE, REFINE_NODES, SLOPE_RATE, hermite
+from ..nn._local import LABEL_RATE, LARGEST_RESIDUAL, MEAN_RATE, OFFSET_RATE, REFINE_NODES, SLOPE_RATE, hermite
 from ..nn._plain import RowGradient
-from ..nn._rows import ADAM, RowUpdate
+from ..nn._rows import ADAM, ROWWISE, RowUpdate
 from ..nn._step import Step
 from ..noise import Gumbel, Logistic, Normal, _tail_gap_coefficients
 from . import _cuda_prepare, _cuda_rows, _cuda_score, _cuda_update
@@ -37,33 +37,40 @@ NOISES = {Gumbel: 0, Normal: 1, Logistic: 2}
 GIVEN = 4
 TAIL_TERMS = 9  # as in _cuda_noise
 ROW_BLOCK, REPORT_BLOCK = 16, 32  # rows of a program in `prepare`, and in `finish`
-MOST_RANKED = 1 << 14  # beyond it, sorting by counting would cost more than torch.sort
+SORTED = 64 if INTERPRETED else 512  # places that one program sorts
+MOST_MERGED = 1 << 15  # places; beyond it torch.sort is faster than ranking them in all stretches
 
 
 class Tile(NamedTuple):
-    """Shape of one program's block (rows, columns, depth of a step of the product) and how it is compiled."""
+    """Shape of one program's block (rows, columns, depth of a step of the product) and how it is compiled.
+
+    `splits` programs share each block's sum.
+    """
 
     rows: int
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 # Of bfloat16 products, by kernel and whether the features are many. What differs from kernel to kernel:
 # `scores` is kept in registers until its end, and a noise other than softmax's needs more of them; grad_* have small
 # outputs, for which small tiles keep all multiprocessors busy.
 TILES: dict[tuple[str, bool], Tile] = {
-    ("scores", False): Tile(128, 128, 64, 8, 3),
+    ("scores", False): Tile(128, 128, 64, 4, 3),
     ("scores", True): Tile(128, 256, 64, 8, 3),
-    ("noise", False): Tile(128, 64, 64, 8, 3),
-    ("noise", True): Tile(128, 64, 64, 8, 3),
-    ("grad_hidden", False): Tile(64, 64, 64, 4, 4),
-    ("grad_hidden", True): Tile(128, 128, 64, 8, 3),
-    ("grad_rows", False): Tile(64, 64, 64, 4, 4),
-    ("grad_rows", True): Tile(128, 128, 64, 8, 3),
+    ("noise", False): Tile(64, 64, 64, 4, 3),
+    ("noise", True): Tile(64, 128, 64, 4, 3),
+    ("grad_hidden", False): Tile(128, 128, 64, 8, 3, 4),
+    ("grad_hidden", True): Tile(128, 128, 64, 8, 4),
+    ("grad_rows", False): Tile(128, 128, 64, 4, 4, 4),
+    ("grad_rows", True): Tile(128, 128, 64, 4, 4),
 }
 FLOAT32 = Tile(64, 64, 32, 4, 2)
+CHUNK = 16  # places of one class that are added up at a time
+UPDATE_BLOCK, UPDATE_WARPS = 128, 2  # features of a program
 
 
 class Saved(NamedTuple):
@@ -78,12 +85,13 @@ class Saved(NamedTuple):
     scale: Tensor
     at_label: Tensor
     scaled: Tensor
+    scale_columns: Tensor
     denominator: Tensor
 
 
 def tile(kernel: str, dtype: torch.dtype, D: int) -> Tile:
     if INTERPRETED:
-        return Tile(32, 16, 16, 4, 1)
+        return Tile(32, 16, 16, 4, 1, 2)
     return TILES[kernel, D > 256] if dtype == torch.bfloat16 else FLOAT32
 
 
@@ -147,21 +155,24 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     if fresh:
         n_blocks = score(S, S2, v_first, weight_first, False)
         _cuda_rows.refine[(triton.cdiv(B, 128),)](
-            sums, psi_y, used, v_first, weight_first, v, node, step.counter, B, n_blocks, step.key,
+            sums, psi_y, used, v_first, weight_first, v, node, step.counter, local.learned, B, n_blocks, step.key,
+            local.second_share,
             NOISE=noise, J_FIRST=J_first, J=J, BLOCK=128,
         )  # fmt: skip
     n_blocks = score(0, S, v, node_weight, True)
 
     per_row = step.reduction == "none"
     row_loss, scale, at_label = wide(B), wide(B), wide(B)
-    scaled = new(B if not per_row else 0, D, dtype=dtype)
+    scaled, scale_columns = (new(B if not per_row else 0, n, dtype=dtype) for n in (D, 16))
     reports = triton.cdiv(B, REPORT_BLOCK)
     report = wide(reports, 16 + 3 * D)
     loss, denominator = wide(()), wide(())
     _cuda_rows.finish[(reports,)](
         hidden, sums, psi_y, predicted, used, v, node_weight, row_weight, _or(step.index, step.target),
         local.mean, local.label_mean, local.memory, local.visits, local.learned,
-        row_loss, scale, at_label, scaled, report, B, D, n_blocks, len(local.visits), float(step.floor or 0.0),
+        row_loss, scale, at_label, scaled, scale_columns, report,
+        B, D, n_blocks, len(local.visits), float(step.floor or 0.0),
+        math.log1p(LARGEST_RESIDUAL) if step.floor is None else float(step.floor),
         NOISE=noise, J=J, FLOOR=step.floor is not None, LEARN=step.learn, HAS_MEMORY=memory, SCALED=not per_row,
         BLOCK=REPORT_BLOCK, BLOCK_D=block_d,
     )  # fmt: skip
@@ -171,7 +182,9 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         NOISE=noise, LEARN=step.learn, MEAN=step.reduction == "mean", BLOCK=128, BLOCK_D=32,
         OFFSET_RATE=OFFSET_RATE, SLOPE_RATE=SLOPE_RATE, LABEL_RATE=LABEL_RATE, MEAN_RATE=MEAN_RATE,
     )  # fmt: skip
-    saved = Saved(hidden, rows[:S], label_rows, classes[:S], label, pull, scale, at_label, scaled, denominator)
+    saved = Saved(
+        hidden, rows[:S], label_rows, classes[:S], label, pull, scale, at_label, scaled, scale_columns, denominator
+    )
     return (row_loss if per_row else loss), saved
 
 
@@ -183,6 +196,7 @@ def backward(step: Step, saved: Saved, grad: Tensor) -> tuple[Tensor, RowGradien
         of_class, of_bias = _grad_rows(saved, True)
     g = grad.new_ones(()) if per_row else (grad / saved.denominator).float()
     own = -saved.at_label * g
+    of_class, of_bias = of_class.sum(0), of_bias.sum(0)
     values = torch.cat([of_class * g, own[:, None] * saved.hidden.float()])
     kept = torch.cat([torch.ones_like(saved.classes, dtype=torch.bool), saved.label >= 0])
     every = torch.cat([saved.classes, saved.label.to(torch.int64)])
@@ -203,13 +217,18 @@ def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor, 
 def sort_touched(classes: Tensor, label: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
     """The S + B touched classes in order, and where each stands in (classes, label); a label of -1 comes last."""
     S, n = len(classes), len(classes) + len(label)
-    if n > MOST_RANKED:
+    if n > MOST_MERGED:
         every = torch.cat([classes.to(torch.int32), torch.where(label >= 0, label, n_classes)])
         ordered, order = torch.sort(every, stable=True)
         return ordered, order.to(torch.int32)
+    blocks = triton.cdiv(n, SORTED)
+    keys = torch.empty(blocks * SORTED, dtype=torch.int64, device=classes.device)
     ordered = torch.empty(n, dtype=torch.int32, device=classes.device)
     order = torch.empty_like(ordered)
-    _cuda_update.rank[(triton.cdiv(n, 64),)](classes, label, ordered, order, S, n, n_classes, BLOCK=64, OTHERS=128)
+    _cuda_update.sort_blocks[(blocks,)](classes, label, keys, S, n, n_classes, BLOCK=SORTED, num_warps=8)
+    _cuda_update.merge[(blocks * SORTED // 32,)](
+        keys, ordered, order, n, STEPS=SORTED.bit_length(), BLOCKS=triton.next_power_of_2(blocks), SIZE=SORTED, BLOCK=32
+    )
     return ordered, order
 
 
@@ -270,7 +289,10 @@ def _with_grad(step: Step, saved: Saved, grad: Tensor) -> tuple[Saved, Tensor, b
     g = grad.float()
     scale = saved.scale * g
     scaled = (saved.hidden.float() * scale[:, None]).to(saved.pull.dtype)
-    return saved._replace(scale=scale, at_label=saved.at_label * g, scaled=scaled), g, True
+    columns = torch.zeros(len(g), 16, dtype=saved.pull.dtype, device=g.device)
+    columns[:, 0] = scale
+    at_label = saved.at_label * g
+    return saved._replace(scale=scale, at_label=at_label, scaled=scaled, scale_columns=columns), g, True
 
 
 def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
@@ -278,26 +300,34 @@ def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
     dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
     shape = tile("grad_hidden", dtype, D)
     out = torch.empty_like(saved.hidden)
+    partial = torch.empty(shape.splits if shape.splits > 1 else 0, B, D, dtype=torch.float32, device=out.device)
     one = torch.ones_like(saved.denominator) if step.reduction == "none" else grad
-    _cuda_score.grad_hidden[(triton.cdiv(B, shape.rows), triton.cdiv(D, shape.columns))](
-        saved.pull, saved.rows, saved.label_rows, saved.scale, saved.at_label, one,
-        one if step.reduction == "none" else saved.denominator, out, B, S, D,
-        PRECISION=precision, EVEN_D=D % shape.columns == 0,
+    denominator = one if step.reduction == "none" else saved.denominator
+    _cuda_score.grad_hidden[(triton.cdiv(B, shape.rows), triton.cdiv(D, shape.columns), shape.splits)](
+        saved.pull, saved.rows, saved.label_rows, saved.scale, saved.at_label, one, denominator, partial, out, B, S, D,
+        SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_B=shape.rows, BLOCK_D=shape.columns, BLOCK_S=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
+    if shape.splits > 1:
+        block_d = _block_d(D, 128)
+        _cuda_score.combine[(triton.cdiv(B, ROW_BLOCK), triton.cdiv(D, block_d))](
+            partial, saved.label_rows, saved.scale, saved.at_label, one, denominator, out, B, D,
+            SPLITS=shape.splits, BLOCK_B=ROW_BLOCK, BLOCK_D=block_d,
+        )  # fmt: skip
     return out
 
 
 def _grad_rows(saved: Saved, has_bias: bool) -> tuple[Tensor, Tensor]:
+    """(splits, S, D) and (splits, S): sums over parts of the minibatch, to be added up."""
     (B, S), D = saved.pull.shape, saved.hidden.shape[1]
     dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
     shape = tile("grad_rows", dtype, D)
-    out = torch.empty(S, D, dtype=torch.float32, device=saved.pull.device)
-    of_bias = torch.empty(S, dtype=torch.float32, device=saved.pull.device)
-    _cuda_score.grad_rows[(triton.cdiv(S, shape.rows), triton.cdiv(D, shape.columns))](
-        saved.pull, saved.scaled, saved.scale, out, of_bias, B, S, D,
-        HAS_BIAS=has_bias, PRECISION=precision, EVEN_D=D % shape.columns == 0,
+    out = torch.empty(shape.splits, S, D, dtype=torch.float32, device=saved.pull.device)
+    of_bias = torch.empty(shape.splits, S, dtype=torch.float32, device=saved.pull.device)
+    _cuda_score.grad_rows[(triton.cdiv(S, shape.rows), triton.cdiv(D, shape.columns), shape.splits)](
+        saved.pull, saved.scaled, saved.scale_columns, out, of_bias, B, S, D,
+        HAS_BIAS=has_bias, SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_S=shape.rows, BLOCK_D=shape.columns, BLOCK_B=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
@@ -313,17 +343,24 @@ def _update(
         raise ValueError("Expected contiguous weights for the head's own row optimiser; call .contiguous() on them.")
     ordered, order = sort_touched(saved.classes, saved.label, K)
     rule.steps.add_(1)
-    block_d = triton.next_power_of_2(D)
+    n, splits, has_bias = len(ordered), len(of_class), bias is not None
+    chunks, chunks_bias = (torch.empty(n // CHUNK, size, device=weight.device) for size in (D, 1))
+    sum_block = _block_d(D, 128)
+    if n >= CHUNK:
+        _cuda_update.sum_chunks[(n // CHUNK, triton.cdiv(D, sum_block))](
+            ordered, order, of_class, of_bias, saved.hidden, saved.at_label, chunks, chunks_bias, S, D, n,
+            HAS_BIAS=has_bias, SPLITS=splits, CHUNK=CHUNK, BLOCK_D=sum_block,
+        )  # fmt: skip
+    whole_row = rule.kind == ROWWISE or rule.lazy  # they keep one number a row, which all its features need
+    block_d = triton.next_power_of_2(D) if whole_row else _block_d(D, UPDATE_BLOCK)
     beta1, beta2 = (rule.beta1, rule.beta2) if rule.kind == ADAM else (0.5, 0.5)
-    _cuda_update.update[(len(ordered),)](
-        ordered, order, of_class, of_bias, saved.hidden, saved.at_label, grad, saved.denominator, weight,
-        _or(bias, weight), rule.first, rule.second, rule.first_bias, rule.second_bias, rule.last, rule.rate, rule.steps,
-        step.counter,
-        S, D, len(ordered), K, step.key, rule.eps,
+    _cuda_update.update[(n, triton.cdiv(D, block_d))](
+        ordered, order, of_class, of_bias, chunks, chunks_bias, saved.hidden, saved.at_label, grad, saved.denominator,
+        weight, _or(bias, weight), rule.first, rule.second, rule.first_bias, rule.second_bias, rule.last, rule.rate,
+        rule.steps, step.counter, S, D, n, K, step.key, rule.eps,
         math.log(beta1), math.log(beta2), 1.0 - beta1, 1.0 - beta2,
-        KIND=rule.kind, LAZY=rule.lazy, HAS_BIAS=bias is not None, PER_ROW=per_row,
-        ROUND=weight.dtype == torch.bfloat16, MEMBERS=max(1, min(32, 4096 // block_d)), BLOCK_D=block_d,
-        num_warps=4 if block_d <= 512 else 8,
+        KIND=rule.kind, LAZY=rule.lazy, HAS_BIAS=has_bias, PER_ROW=per_row, ROUND=weight.dtype == torch.bfloat16,
+        SPLITS=splits, FEW=2, CHUNK=CHUNK, BLOCK_D=block_d, num_warps=UPDATE_WARPS if block_d <= 128 else 8,
     )  # fmt: skip
 
 

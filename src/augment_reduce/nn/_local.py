@@ -9,7 +9,8 @@ for the gradient of that bound as long as they do not depend on the classes that
 
     "amortised"     predicted from (h, psi_y) by a linear map that learns from every minibatch: O(D) numbers
     "persistent"    one q for each training row, kept from visit to visit; a new row starts from the prediction
-    "fresh"         the prediction, corrected by a second sample of classes, independent of the first
+    "fresh"         the prediction, corrected by a second sample of classes, independent of the first. A softmax's c
+                    goes half the way: prediction and sample err independently, and the sample's error has a heavy tail
 
 `Local` holds the state; the functions on `parts` (Q, B), Q = 1 or 2, are what `kernels/_cuda_rows.py` repeats.
 """
@@ -25,12 +26,13 @@ from torch import Tensor
 from ..local import fit_gaussian
 from ..noise import Gumbel, Noise
 from . import _hash
-from ._plain import LARGEST_LOG
 from ._state import Kept, buffer
 
 MODES = ("amortised", "persistent", "fresh")
 OFFSET_RATE, SLOPE_RATE, LABEL_RATE = 0.3, 0.7, 0.5  # together below 2: see `Local.learn`
 MEAN_RATE = 0.01  # of the running means of h and psi_y
+SECOND_SHARE = 0.5  # of "fresh": how far the second sample moves a softmax's c from where it was predicted
+LARGEST_RESIDUAL = 4.0  # of a softmax row without a floor
 REFINE_NODES = 3  # of "fresh": one random draw would add its own noise to that of the second sample
 PRECISION_RANGE = (math.log(1e-2), math.log(1e4))
 MEMORY_POWER = {True: 0.9, False: 0.6}  # of alpha = (2 + visits)^-power: softmax, others (the estimator's choices)
@@ -57,6 +59,7 @@ class Local(Kept):
         *,
         n_rows: int | None = None,
         n_nodes: int = 1,
+        second_share: float = SECOND_SHARE,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class Local(Kept):
             )
         if n_nodes < 1:
             raise ValueError(f"Expected n_nodes of at least 1, found {n_nodes}.")
-        self.mode, self.n_nodes = mode, n_nodes
+        self.mode, self.n_nodes, self.second_share = mode, n_nodes, second_share
         self.softmax = type(noise) is Gumbel
         Q = 1 if self.softmax else 2
         size = n_rows if mode == "persistent" and n_rows is not None else 0
@@ -105,9 +108,10 @@ class Local(Kept):
         return torch.where(self.visits[index] > 0, self.memory[:, index].to(parts.dtype), parts)
 
     def refine(self, parts: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-        """Fresh: parts moved by what the second sample says. Softmax: c = log Z~; others: a damped Newton move."""
+        """Fresh: parts moved by what the second sample says. Softmax: c half-way to log Z~ (all the way as long as
+        nothing was learned to predict from); others: a damped Newton move."""
         if self.softmax:
-            return parts + slope
+            return parts + torch.where(self.learned > 0, self.second_share, 1.0).to(parts.dtype) * slope
         return newton(parts, slope, bend, parts.new_tensor(0.7))
 
     def nodes(
@@ -129,7 +133,7 @@ class Local(Kept):
 
     def learn(
         self, hidden: Tensor, psi_y: Tensor, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor, seen: Tensor,
-        index: Tensor | None,
+        index: Tensor | None, floor: float | None,
     ) -> None:  # fmt: skip
         """After the step: the prediction moves towards what the sample says, and so do the rows' own numbers.
 
@@ -138,7 +142,7 @@ class Local(Kept):
         the three rates sum to less than 2. `seen` (B,) is 0 for rows to leave out.
         """
         with torch.no_grad():
-            rho = residuals(self.softmax, predicted, used, slope, bend) * seen
+            rho = residuals(self.softmax, predicted, used, slope, bend, floor) * seen
             n = seen.sum().clamp_min(1.0)
             rate = torch.clamp(1.0 / (self.learned + 1.0), min=MEAN_RATE)
             centred, label = hidden - self.mean.to(hidden.dtype), psi_y - self.label_mean.to(psi_y.dtype)
@@ -181,14 +185,18 @@ def newton(parts: Tensor, slope: Tensor, bend: Tensor, alpha: Tensor) -> Tensor:
     return torch.stack([parts[0] + move, moved.log().clamp(*PRECISION_RANGE)])
 
 
-def residuals(softmax: bool, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
+def residuals(
+    softmax: bool, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor, floor: float | None
+) -> Tensor:
     """(Q, B) how far the prediction is off, in expectation zero where it is best; clipped, since a sample is noisy.
 
-    Softmax: Z~ e^{-c} - 1 (`slope` being log Z~ - c there). Others: the Newton move of m, and -f'' / precision - 1,
-    both from the q that was used.
+    Softmax: Z~ e^{-c} - 1 (`slope` being log Z~ - c there), cut where `floor` cuts what the weights see. A prediction
+    that balances the numbers before they are cut would leave them, once cut, short of pulls: all scores then rise.
+    Others: the Newton move of m, and -f'' / precision - 1, both from the q that was used.
     """
     if softmax:
-        return torch.expm1((used + slope - predicted).clamp(max=LARGEST_LOG)).clamp(-1.0, 4.0)
+        most = math.log1p(LARGEST_RESIDUAL) if floor is None else floor
+        return torch.expm1((used + slope - predicted).clamp(max=most))
     precision = used[1].exp()
     move = torch.clamp(slope / precision, -2.0 * precision.rsqrt(), 2.0 * precision.rsqrt())
     off = torch.clamp(used[0] + move - predicted[0], -2.0, 2.0)

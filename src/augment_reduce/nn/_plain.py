@@ -117,13 +117,14 @@ def _any_noise(
     at_label = v - psi_y[:, None]
     lift = -(noise.dlog_prob(at_label) @ node_weight)
     total = pull.sum(dim=1)
-    slope, bend = total - lift, bend + noise.d2log_prob(at_label) @ node_weight
+    bend += noise.d2log_prob(at_label) @ node_weight
     floored = torch.zeros_like(lift, dtype=torch.bool)
     if floor is not None:
         most = torch.exp(lift.new_tensor(floor)) * (1.0 + lift.abs())
         floored = total > most
         shrink = torch.where(floored, most / total, 1.0)
-        pull, value = pull.mul_(shrink[:, None]), value * shrink
+        pull, value, total = pull.mul_(shrink[:, None]), value * shrink, total * shrink
+    slope = total - lift  # what the weights see, the floor included: the local step balances just that
     bound = noise.log_prob(at_label) @ node_weight + value + constant
     return Objective(bound, pull, lift, slope, bend, floored)
 

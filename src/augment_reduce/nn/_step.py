@@ -90,7 +90,7 @@ def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     found = objective(step.noise, psi, psi_y, y[:, None] == drawn.classes, drawn.log_weight, nodes, step.floor)
     seen = (row_weight != 0).to(h.dtype)
     if step.learn:
-        step.local.learn(h, psi_y, predicted, used, found.slope, found.bend, seen, step.index)
+        step.local.learn(h, psi_y, predicted, used, found.slope, found.bend, seen, step.index, step.floor)
     step.tally[0] += seen.sum().to(torch.int64)
     step.tally[1] += (found.floored & (seen > 0)).sum()
     step.counter += 1
@@ -206,5 +206,6 @@ def _as_gradient(classes: Tensor, values: Tensor, parameter: Tensor, sparse: boo
     """Row gradients as a tensor of the parameter's shape: sparse by rows, or dense."""
     values = values.to(parameter.dtype)
     if sparse:
-        return torch.sparse_coo_tensor(classes[None], values, parameter.shape, check_invariants=False)
+        with torch.sparse.check_sparse_tensor_invariants(False):  # said aloud, or torch warns
+            return torch.sparse_coo_tensor(classes[None], values, parameter.shape)
     return torch.zeros_like(parameter).index_add_(0, classes, values)

@@ -17,7 +17,7 @@ from . import _hash, _predict
 from ._backend import backend_for
 from ._checks import check_hidden, check_reduction, flat_rows
 from ._draw import SharedSampler
-from ._local import Local
+from ._local import SECOND_SHARE, Local
 from ._rows import RowUpdate
 from ._state import Kept, buffer
 from ._step import BoundLoss, Step, out_of_range
@@ -96,7 +96,11 @@ class AugmentReduceHead(nn.Module):
         size = min(n_classes, 1024) if n_sampled_classes is None else n_sampled_classes
         self.sampler = SharedSampler(n_classes, size, class_sampling, class_counts, device=device)
         mode = local or ("fresh" if type(self.noise) is Gumbel else "amortised")
-        self.local = Local(self.noise, in_features, n_classes, mode, n_rows=n_rows, n_nodes=n_nodes, device=device)
+        every = self.sampler.n_certain == n_classes  # the second sample is exact then
+        self.local = Local(
+            self.noise, in_features, n_classes, mode, n_rows=n_rows, n_nodes=n_nodes, device=device,
+            second_share=1.0 if every else SECOND_SHARE,
+        )  # fmt: skip
         kept = optimizer is None  # autograd's business, or the row optimiser's
         seed = torch.randint(2**63 - 1, (2,), generator=generator)
         first = _first_weights(self.noise, (n_classes, in_features), bias, class_counts, int(seed[1]), device, dtype)

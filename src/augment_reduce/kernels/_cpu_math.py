@@ -1,0 +1,142 @@
+"""Exponentials and logarithms that Numba's loops take sixteen at a time: plain arithmetic, and bits taken for numbers.
+
+Like `_cpu_lanes`, compiled into the kernels of other files: whoever changes this deletes `__pycache__/*.nbi` beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import overload
+
+from ._cpu_types import OPTIONS
+
+LOG_2 = Fraction("0.693147180559945309417232121458176568")
+intrinsic: Any = numba_intrinsic  # callers leave the first argument out
+
+
+@intrinsic
+def _number_of_bits(typing_context: Any, bits: Any) -> tuple:
+    """The float with these bits: int32 to float32, int64 to float64."""
+    number = types.float32 if bits == types.int32 else types.float64
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType() if number == types.float32 else ir.DoubleType())
+
+    return number(bits), codegen
+
+
+@intrinsic
+def _bits_of_number(typing_context: Any, number: Any) -> tuple:
+    """The bits of a float: float32 to int32, float64 to int64."""
+    bits = types.int32 if number == types.float32 else types.int64
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(bits.bitwidth))
+
+    return bits(number), codegen
+
+
+def _exp_of(number: type, integer: type, mantissa: int, exponent: int, degree: int) -> Callable:
+    """e^x = 2^n e^r with n the nearest integer to x / log 2 and e^r from its series, |r| <= log 2 / 2.
+
+    Zero below the smallest normal number, infinite above half the largest, NaN of NaN.
+    """
+    bias, shift = integer(2 ** (exponent - 1) - 1), integer(mantissa)
+    # Adding and taking away 1.5 x 2^mantissa rounds to an integer; log 2 in two parts makes n log 2 exact.
+    rounder, per_log2 = number(1.5 * 2.0**mantissa), number(1.0 / math.log(2.0))
+    top = _leading_bits(math.log(2.0), 9 if number is np.float32 else 32)
+    log2_top, log2_rest = number(top), number(LOG_2 - Fraction(top))
+    largest, smallest = number(np.log(np.finfo(number).max / 2)), number(np.log(np.finfo(number).tiny))
+    series = tuple(number(1.0 / math.factorial(j)) for j in range(degree, -1, -1))
+    zero, infinity = number(0.0), number(np.inf)
+
+    def exp(x: Any) -> Any:
+        inside = min(max(x, smallest), largest)
+        n = (inside * per_log2 + rounder) - rounder
+        r = (inside - n * log2_top) - n * log2_rest
+        total = zero
+        for coefficient in series:
+            total = total * r + coefficient
+        value = total * _number_of_bits(integer((integer(n) + bias) << shift))
+        value = zero if x < smallest else value
+        value = infinity if x > largest else value
+        return value if x == x else x
+
+    return exp
+
+
+def _log_of(number: type, integer: type, mantissa: int, exponent: int, terms: int) -> Callable:
+    """log x = e log 2 + 2 artanh(f / (2 + f)) with x = 2^e (1 + f), 1 + f within a factor sqrt 2 of one. -inf of zero.
+
+    For normal numbers and zero; what is negative, infinite or NaN is for the caller to keep out.
+    """
+    bias, shift, one_bits = integer(2 ** (exponent - 1) - 1), integer(mantissa), integer(2 ** (exponent - 1) - 1)
+    low, one, two, half = integer((1 << mantissa) - 1), number(1.0), number(2.0), number(0.5)
+    root2, log2, minus_infinity, zero = number(math.sqrt(2.0)), number(LOG_2), number(-np.inf), number(0.0)
+    series = tuple(number(1.0 / (2 * j + 1)) for j in range(terms, -1, -1))
+
+    def log(x: Any) -> Any:
+        bits = _bits_of_number(x)
+        power = number(integer(bits >> shift) - bias)
+        m = _number_of_bits(integer((bits & low) | integer(one_bits << shift)))
+        large = m > root2
+        power = power + one if large else power
+        f = (m * half if large else m) - one
+        ratio = f / (two + f)
+        square, total = ratio * ratio, zero
+        for coefficient in series:
+            total = total * square + coefficient
+        return power * log2 + two * ratio * total if x > zero else minus_infinity
+
+    return log
+
+
+def _leading_bits(x: float, bits: int) -> float:
+    """x cut to so many bits."""
+    mantissa, power = math.frexp(x)
+    return math.ldexp(math.floor(mantissa * 2.0**bits), power - bits)
+
+
+_exp32 = njit(**OPTIONS)(_exp_of(np.float32, np.int32, 23, 8, 7))
+_exp64 = njit(**OPTIONS)(_exp_of(np.float64, np.int64, 52, 11, 13))
+
+_log32 = njit(**OPTIONS)(_log_of(np.float32, np.int32, 23, 8, 5))
+_log64 = njit(**OPTIONS)(_log_of(np.float64, np.int64, 52, 11, 12))
+
+
+def exp(x: Any) -> Any:
+    """e^x in the precision of x, within two units of the last place."""
+    return np.exp(x)
+
+
+@overload(exp)
+def _exp(x: Any) -> Any:
+    compiled = _exp32 if x == types.float32 else _exp64
+
+    def implementation(x: Any) -> Any:
+        return compiled(x)
+
+    return implementation
+
+
+def log(x: Any) -> Any:
+    """log x of a positive number or zero, in its precision."""
+    return np.log(x)
+
+
+@overload(log)
+def _log(x: Any) -> Any:
+    compiled = _log32 if x == types.float32 else _log64
+
+    def implementation(x: Any) -> Any:
+        return compiled(x)
+
+    return implementation
