@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from augment_reduce.kernels.reference import step_over
 from augment_reduce.sampler import FrequencyPerRow, FrequencyShared, Sampled, UniformPerRow, UniformShared
 
 K, SIZE = 5, 2
@@ -20,7 +21,9 @@ class Script:
         self.monkeypatch = monkeypatch
 
     def without_replacement(self, sampler, labels: Tensor, picks: Tensor) -> Sampled:
-        sampler.bind(COUNTS.numpy(), lambda uniforms, n: picks.clone())
+        sampler.bind(
+            COUNTS.numpy(), lambda uniforms, n, labels=None: picks if labels is None else step_over(picks, labels)
+        )
         return sampler.draw(labels, picks.shape[1], generator=torch.Generator(), dtype=torch.float64)
 
     def with_replacement(self, sampler, labels: Tensor, uniforms: Tensor) -> Sampled:

@@ -1,9 +1,11 @@
 """The order of rows, the seeds, when training stops, what the history says."""
 
+import time
+
 import numpy as np
 import pytest
 
-from augment_reduce import AugmentReduceClassifier
+from augment_reduce import AugmentReduceClassifier, progress
 from augment_reduce.training import HISTORY, epoch_order, mix
 
 
@@ -114,3 +116,11 @@ def test_verbose_says_what_it_does(verbose, capsys):
     said = capsys.readouterr().err
     assert ("model softmax" in said) == bool(verbose)
     assert ("bound" in said) == bool(verbose)
+
+
+@pytest.mark.parametrize(("verbose", "patience", "said"), [(1, 0.0, True), (1, 30.0, False), (0, 0.0, False)])
+def test_a_first_step_that_lasts_is_said_to_compile(verbose, patience, said, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    with progress.TrainingProgress(3, verbose) as bar, bar.first_step():
+        time.sleep(0.2 if patience == 0.0 else 0.0)
+    assert ("Compiling" in capsys.readouterr().err) is said

@@ -178,6 +178,8 @@ def hold_out(active: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray
 
 
 def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray) -> Problem:
+    from .kernels import compiled
+
     dtype = fitted.parameters.weight.dtype
     kernels = kernels_for("cpu")
     prior = None
@@ -185,7 +187,7 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         prior = Prior.from_counts(
             settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only
         )
-    return Problem(
+    problem = Problem(
         X=rows.X,
         active=active,
         n_rows=fitted.rows_seen,
@@ -200,6 +202,8 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         prior=prior,
         kernels=kernels,
     )
+    problem.may_compile = compiled.possible(problem, dtype)
+    return problem
 
 
 def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent: bool) -> LocalState:

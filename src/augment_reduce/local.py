@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import bounds
 from .bounds import Exponentials, Nodes, log_eta_tilde
-from .noise import Noise
+from .noise import Logistic, Noise, Normal
 from .sampler import Sampled
 
 LocalState = dict[str, Tensor]
@@ -149,6 +149,10 @@ class NaturalGradient(LocalStep):
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
         generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        if may_be_compiled(gap, sampled) and (sampled.distinct or not self.floor):
+            from .kernels._cpu_local import natural_gradient
+
+            return natural_gradient(self, state, rows, gap, sampled.log_weight, clock, want_bound)
         exponentials = Exponentials(gap, sampled.log_weight)
         if self.uses_updated:
             self.blend(state, rows, exponentials.log_eta_tilde, clock)
@@ -178,6 +182,12 @@ class NaturalGradient(LocalStep):
             log_sum = torch.logsumexp(distinct_gap(gap, sampled), dim=-1)
         floor = F.softplus(log_sum) - 1.0
         return torch.maximum(log_eta, floor), int((floor > log_eta).sum())
+
+
+def may_be_compiled(gap: Tensor, sampled: Sampled) -> bool:
+    """Whether Numba's few passes may stand for the torch operations: they know weights of rows, not of pairs."""
+    of_rows = sampled.log_weight.ndim == 0 or tuple(sampled.log_weight.shape) == (len(gap), 1)
+    return of_rows and gap.is_cpu and torch.is_inference_mode_enabled()
 
 
 def distinct_gap(gap: Tensor, sampled: Sampled) -> Tensor:
@@ -235,6 +245,16 @@ class Reparameterised(LocalStep):
         state["mu"][rows] = mu + alpha * slope
         state["gamma"][rows] = gamma + alpha * (slope * u + entropy_slope) * -torch.expm1(-sigma)
         state["visits"][rows] = visits + 1
+
+    def e_and_m(
+        self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
+        generator: torch.Generator, want_bound: bool,
+    ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        if type(noise) not in (Normal, Logistic) or not may_be_compiled(gap, sampled):
+            return super().e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
+        from .kernels._cpu_local import reparameterised
+
+        return reparameterised(self, state, rows, noise, gap, sampled.log_weight, clock, generator, want_bound)
 
     def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
         """One fresh draw from q, the paper's M step."""

@@ -191,7 +191,7 @@ class Normal(LocationScale):
         return (-0.5 * eps) * eps - LOG_SQRT_2PI  # in this order it overflows only where ε²/2 does
 
     def log_cdf(self, eps: Tensor) -> Tensor:
-        return _Closed.apply(eps, self._log_cdf, self.dlog_cdf)
+        return _closed(eps, self._log_cdf, self.dlog_cdf)
 
     def dlog_prob(self, eps: Tensor) -> Tensor:
         return -eps
@@ -200,12 +200,20 @@ class Normal(LocationScale):
         return torch.full_like(eps, -1.0)
 
     def dlog_cdf(self, eps: Tensor) -> Tensor:
-        return _Closed.apply(eps, self._dlog_cdf, self.d2log_cdf)
+        if _compiled(eps):
+            from .kernels import _cpu_noise
+
+            return _cpu_noise.dlog_cdf(eps)
+        return _closed(eps, self._dlog_cdf, self.d2log_cdf)
 
     def d2log_cdf(self, eps: Tensor) -> Tensor:
-        return _Closed.apply(eps, self._d2log_cdf, _no_third_derivative)
+        return _closed(eps, self._d2log_cdf, _no_third_derivative)
 
     def dlog_cdf_and_derivative(self, eps: Tensor) -> tuple[Tensor, Tensor]:
+        if _compiled(eps):
+            from .kernels import _cpu_noise
+
+            return _cpu_noise.dlog_cdf_and_derivative(eps)
         if eps.requires_grad:
             return super().dlog_cdf_and_derivative(eps)
         a = eps.abs().clamp_max_(1e18)
@@ -281,6 +289,17 @@ def _by_autograd(function: Elementwise, eps: Tensor) -> Tensor:
             return torch.zeros_like(eps)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=again, materialize_grads=True)
         return slope.clone()  # where all is zero (twice through abs, say) autograd returns a tensor without memory
+
+
+def _compiled(eps: Tensor) -> bool:
+    """Whether Numba may take over: plain numbers on the CPU, with nobody recording what becomes of them."""
+    return eps.is_cpu and torch.is_inference_mode_enabled()
+
+
+def _closed(eps: Tensor, value: Elementwise, derivative: Elementwise) -> Tensor:
+    """value(eps). In inference mode, where training runs, autograd is not told: that takes longer than the value."""
+    how = _Closed.forward if torch.is_inference_mode_enabled() else _Closed.apply
+    return how(eps, value, derivative)
 
 
 class _Closed(torch.autograd.Function):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+PATIENCE = 1.0  # seconds of a first step before we say why it takes so long
 
 
 class _Rate(ProgressColumn):
@@ -51,6 +56,24 @@ class TrainingProgress:
     def say(self, message: str) -> None:
         if self.verbose > 0:
             self.console.print(message, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def first_step(self) -> Iterator[None]:
+        """Around the first step: one that lasts is compiling, and a person at a terminal is told, asked for or not."""
+        timer = threading.Timer(PATIENCE, self.say_compiling)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def say_compiling(self) -> None:
+        if self.verbose > 0 or self.console.is_terminal:
+            self.console.print(
+                "Compiling for this kind of data, up to a minute; kept on disk, so that it happens once.",
+                soft_wrap=True,
+            )
 
     def advance(self, steps: int = 1) -> None:
         if self.moving:

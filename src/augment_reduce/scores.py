@@ -7,11 +7,13 @@ psi_k - psi_y (B, S), in which a pair of a row with its own label is -inf, so th
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels.reference import Parameters
@@ -54,21 +56,31 @@ def score(
     if sampled.shared:
         psi_y = kernels.pair_scores(X, rows, labels[:, None], weight, bias)
         psi = kernels.shared_scores(X, rows, sampled.classes, weight, bias)
-        finite = torch.isfinite(psi_y).all() and torch.isfinite(psi).all()
+        finite = all_finite(psi_y) and all_finite(psi)
         gap = psi.sub_(psi_y)
     else:
         pairs = torch.cat([labels[:, None], sampled.classes], dim=1)
         psi = kernels.pair_scores(X, rows, pairs, weight, bias)
-        finite = torch.isfinite(psi).all()
+        finite = all_finite(psi)
         gap = psi[:, 1:] - psi[:, :1]
     if not finite:
-        raise FloatingPointError(
-            "The scores stopped being finite: the weights have diverged. Lower learning_rate, scale the features to "
-            "about 1, or set a prior_variance."
-        )
+        raise not_finite()
     if sampled.mask is not None:
         gap = gap.masked_fill_(sampled.mask, -torch.inf)
     return Scored(rows, labels, sampled, pairs, gap)
+
+
+def not_finite() -> FloatingPointError:
+    """The error that says what to do about weights that ran away."""
+    return FloatingPointError(
+        "The scores stopped being finite: the weights have diverged. Lower learning_rate, scale the features to "
+        "about 1, or set a prior_variance."
+    )
+
+
+def all_finite(psi: Tensor) -> bool:
+    """One pass: a sum is finite only if every term is; a sum of finite numbers that overflows is looked at again."""
+    return math.isfinite(psi.sum()) or bool(torch.isfinite(psi).all())
 
 
 def push(
@@ -89,20 +101,19 @@ def push(
     pair's share of the prior.
     """
     sampled, labels, pairs = scored.sampled, scored.labels, scored.pairs
+    share = None
+    if prior is not None:
+        share = torch.exp(sampled.log_weight).expand_as(grad_gap) * prior_scale
+        share = share if sampled.mask is None else share.masked_fill_(sampled.mask, 0.0)
+    if pairs is not None:
+        grad = kernels.with_label(grad_gap, row_scale)
+        if share is not None:
+            share = F.pad(share, (1, 0), value=prior_scale)
+        kernels.push_pairs(X, scored.rows, pairs, grad, share, parameters, optimizer, t, prior)
+        return
     grad = grad_gap * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
     label_grad = grad.sum(dim=1).neg_()
-    share = label_share = None
-    if prior is not None:
-        share = torch.exp(sampled.log_weight).expand_as(grad) * prior_scale
-        share = share if sampled.mask is None else share.masked_fill_(sampled.mask, 0.0)
-        label_share = torch.full_like(label_grad, prior_scale)
-    if pairs is None:
-        kernels.push_shared(
-            X, scored.rows, sampled.classes, grad, labels, label_grad, share, label_share, parameters, optimizer, t,
-            prior,
-        )  # fmt: skip
-        return
-    grad = torch.cat([label_grad[:, None], grad], dim=1)
-    if share is not None and label_share is not None:
-        share = torch.cat([label_share[:, None], share], dim=1)
-    kernels.push_pairs(X, scored.rows, pairs, grad, share, parameters, optimizer, t, prior)
+    label_share = None if share is None else torch.full_like(label_grad, prior_scale)
+    kernels.push_shared(
+        X, scored.rows, sampled.classes, grad, labels, label_grad, share, label_share, parameters, optimizer, t, prior
+    )

@@ -8,9 +8,11 @@ Training updates `State` in place (its arrays are large); the step returns it wi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +45,8 @@ class Problem:
     optimizer: RowOptimizer
     prior: Prior | None
     kernels: ModuleType
+    may_compile: bool = False  # whether kernels/compiled.py may take whole steps, with the same results
+    compiled: Any = None  # its steps, once there are some
 
 
 @dataclass
@@ -75,6 +79,10 @@ def step(
     The E step moves q(eps_n) of these rows towards its optimum, weights held; the M step takes the bound's gradient by
     the gaps, q held; `problem.local` says in which order. `clock` says which iteration this is.
     """
+    if problem.may_compile:
+        taken = take_compiled(problem, state, rows, clock, generator, want_bound)
+        if taken is not None:
+            return state, taken
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     scored = draw_and_score(problem, state, rows, labels, generator)
@@ -100,16 +108,39 @@ def step(
     return state, StepInfo(bound, floor_hits)
 
 
+def take_compiled(
+    problem: Problem, state: State, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool
+) -> StepInfo | None:
+    """The step of the compiled twins, or None where they leave it to us."""
+    if problem.compiled is None or not problem.compiled.serves(problem, state):
+        from .kernels.compiled import CompiledStep
+
+        problem.compiled = CompiledStep(problem, state)
+    with diverged(state):
+        taken = problem.compiled(rows, clock, generator, want_bound)
+    if taken is None:
+        return None
+    state.clock = clock
+    return StepInfo(*taken)
+
+
+@contextlib.contextmanager
+def diverged(state: State) -> Iterator[None]:
+    """Says after which iteration the scores were no longer finite."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"After iteration {state.clock.iteration}: {error}") from None
+
+
 def draw_and_score(
     problem: Problem, state: State, rows: np.ndarray, labels: Tensor, generator: torch.Generator
 ) -> Scored:
     """Sampled classes for these rows, with their gaps psi_k - psi_y (B, S)."""
     dtype = state.parameters.weight.dtype
     sampled = problem.sampler.draw(labels, problem.n_sampled, generator=generator, dtype=dtype)
-    try:
+    with diverged(state):
         return score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"After iteration {state.clock.iteration}: {error}") from None
 
 
 def first_visits(

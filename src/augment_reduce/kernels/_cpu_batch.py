@@ -19,7 +19,7 @@ from numba import njit
 
 from ._cpu_lanes import prefetch
 from ._cpu_types import OPTIONS, Array, Csr
-from ._cpu_work import WORK, equal
+from ._cpu_work import WORK, all_below, equal
 from .rows import DenseRows, Rows, SparseRows
 
 DENSE_FROM = 0.1  # share of non-zeros from which a vectorised pass over all of D beats one over the non-zeros
@@ -35,6 +35,11 @@ class Batch:
     dtype: np.dtype
     csr: Csr | None = None
     dense: Array | None = None  # (B, D)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the rows have no non-zero at all."""
+        return self.csr is not None and not len(self.csr.value)
 
 
 @njit(cache=True, **OPTIONS)
@@ -134,7 +139,7 @@ def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Ar
     return worst
 
 
-def _read_only(a: Array) -> Array:
+def read_only(a: Array) -> Array:
     """So that arrays which may and may not be written to share one compiled signature."""
     view = np.asarray(a).view()
     view.flags.writeable = False
@@ -156,10 +161,10 @@ def _check_features(worst: int, n_features: int) -> None:
 
 def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, dense: bool) -> tuple[Csr | None, Array | None]:
     """The rows as a (B, D) array if that is wanted and they fill enough of it, as CSR otherwise."""
-    B, D, indptr = len(rows), X.n_features, _read_only(X.indptr)
+    B, D, indptr = len(rows), X.n_features, read_only(X.indptr)
     size = _count(indptr, rows)
     _check_rows(rows, X.n_rows, size >= 0)
-    indices, values = _read_only(X.indices), _read_only(X.values)
+    indices, values = read_only(X.indices), read_only(X.values)
     if dense and size > DENSE_FROM * B * D:
         x = WORK.array("dense", B * D, dtype).reshape(B, D)
         _check_features(_load_dense(indptr, indices, values, rows, x), D)
@@ -192,8 +197,16 @@ def _numbered(ptr: Array, index: Array, value: Array, D: int) -> Csr:
     return Csr(ptr, index, slot, value, feature[:U])
 
 
+def in_place(X: Rows, rows: Array, dtype: np.dtype) -> Array | None:
+    """All of X as the kernels can read it where it lies, for rows that are read once; None where they cannot."""
+    if not isinstance(X, DenseRows) or X.values.dtype != dtype or not X.values.flags.c_contiguous:
+        return None
+    _check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
+    return read_only(X.values)
+
+
 def _dense(X: DenseRows, rows: Array, dtype: np.dtype) -> Array:
-    _check_rows(rows, X.n_rows, rows.min() >= 0 and rows.max() < X.n_rows)
+    _check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
     x = WORK.array("dense", len(rows) * X.n_features, dtype).reshape(len(rows), X.n_features)
     if X.values.dtype == dtype:
         np.take(np.asarray(X.values), rows, axis=0, out=x, mode="clip")

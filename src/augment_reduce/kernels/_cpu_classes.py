@@ -7,13 +7,13 @@ from numba import njit
 
 from ._cpu_lanes import LANES
 from ._cpu_types import OPTIONS, Array, Groups
-from ._cpu_work import WORK, equal
+from ._cpu_work import WORK, all_below, equal
 
 U1 = np.uint64(1)
 
 
 @njit(cache=True, **OPTIONS)
-def _sort(
+def sort(
     classes: Array, n: int, bits: int, passes: int, count: Array, keys: Array, orders: Array, row: Array, per_row: int
 ) -> int:
     """Stable radix sort, `bits` bits a pass, into keys[passes & 1]; -1 if a class is not in range(n)."""
@@ -47,7 +47,7 @@ def _sort(
 
 
 @njit(cache=True, **OPTIONS)
-def _cut(key: Array, classes: Array, start: Array) -> int:
+def cut(key: Array, classes: Array, start: Array) -> int:
     """The distinct classes of a sorted list and where each begins; returns how many there are."""
     G = 0
     for i in range(key.shape[0]):
@@ -59,8 +59,15 @@ def _cut(key: Array, classes: Array, start: Array) -> int:
 
 
 def check_classes(classes: Array, n: int) -> None:
-    if classes.size and (classes.min() < 0 or classes.max() >= n):
+    if not all_below(classes.reshape(-1), n):
         raise IndexError(f"Expected classes in [0, {n}), found {classes.min()} to {classes.max()}.")
+
+
+def sorting(n_pairs: int, n: int) -> tuple[int, int]:
+    """(bits, passes) of the radix sort of so many numbers of range(n)."""
+    key_bits = max(1, (n - 1).bit_length())
+    passes = -(-key_bits // min(max(8, n_pairs.bit_length()), 14))
+    return -(-key_bits // passes), passes
 
 
 def group_by_class(classes: Array, n: int) -> Groups:
@@ -73,16 +80,14 @@ def group_by_class(classes: Array, n: int) -> Groups:
         return found[1]
     WORK.groups = None
     P = classes.size
-    key_bits = max(1, (n - 1).bit_length())
-    passes = -(-key_bits // min(max(8, P.bit_length()), 14))
-    bits = -(-key_bits // passes)
+    bits, passes = sorting(P, n)
     keys = WORK.array("keys", 2 * P, np.uint32).reshape(2, P)
     orders = WORK.array("orders", 2 * P, np.uint32).reshape(2, P)
     row, count = WORK.array("pair_row", P, np.uint32), WORK.array("count", (1 << bits) + 1, np.uint32)
-    if _sort(classes.reshape(-1), n, bits, passes, count, keys, orders, row, classes.shape[1]) < 0:
+    if sort(classes.reshape(-1), n, bits, passes, count, keys, orders, row, classes.shape[1]) < 0:
         check_classes(classes, n)
     distinct, start = WORK.array("distinct", P, np.int64), WORK.array("start", P + 1, np.int64)
-    G = _cut(keys[passes & 1], distinct, start)
+    G = cut(keys[passes & 1], distinct, start)
     groups = Groups(distinct[:G], start[: G + 1], orders[passes & 1], row)
     kept = WORK.array("classes", P, np.int64).reshape(classes.shape)
     kept[...] = classes
@@ -102,17 +107,17 @@ def spread(a: Array, column: Array, label_a: Array, label_column: Array, out: Ar
 
 
 @njit(cache=True, **OPTIONS)
-def floyd(lo: int, hi: int, uniforms: Array, n: int, out: Array, table: Array) -> None:
-    """Rows lo..hi of Floyd's algorithm. `table` is a hash set of this row's picks, kept as b n + pick.
+def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, table: Array) -> None:
+    """Rows lo..hi of Floyd's algorithm, stepping over the row's label if there are labels.
 
-    Smaller numbers are older rows' and count as empty places, so that the table is cleared once a call.
-    The picks are their own hashes: they are uniform.
+    `table` is a hash set of this row's picks, kept as b n + pick. Smaller numbers are older rows' and count as empty
+    places, so that the table is cleared once a call. The picks are their own hashes: they are uniform.
     """
     S = uniforms.shape[1]
     mask = np.uint64(table.shape[0] - 1)
     table[:] = -1
     for b in range(lo, hi):
-        base = np.int64(b) * n
+        base, label = np.int64(b) * n, labels[b] if labels.shape[0] > 0 else n
         for s in range(S):
             j = n - S + s
             pick = min(np.int64(np.float64(uniforms[b, s]) * np.float64(j + 1)), j)
@@ -125,4 +130,26 @@ def floyd(lo: int, hi: int, uniforms: Array, n: int, out: Array, table: Array) -
                 while table[at] >= base:
                     at = (at + U1) & mask
             table[at] = base + pick
-            out[b, s] = pick
+            out[b, s] = pick + (pick >= label)
+
+
+@njit(cache=True, **OPTIONS)
+def splitmix(seed: int, out: Array) -> None:
+    """`reference.uniforms`, flat."""
+    for i in range(out.shape[0]):
+        z = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(i + 1)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        out[i] = np.float64(z >> np.uint64(11)) * 2.0**-53
+
+
+@njit(cache=True, **OPTIONS)
+def with_label(grad: Array, scale: Array, each: int, out: Array) -> None:
+    """out[b, 1:] = grad[b] scale[b each], out[b, 0] = minus their sum."""
+    for b in range(grad.shape[0]):
+        by, total = scale[b * each], grad.dtype.type(0)
+        for s in range(grad.shape[1]):
+            out[b, 1 + s] = grad[b, s] * by
+            total += out[b, 1 + s]
+        out[b, 0] = -total

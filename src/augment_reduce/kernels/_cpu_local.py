@@ -1,6 +1,6 @@
 """The paper's E and M steps in few passes over the gaps: what `local` says in torch operations, which are its oracle.
 
-`NaturalGradient` is closed form. `Reparameterised` asks its noise for phi / Phi in between, whatever noise that is.
+`NaturalGradient` for the softmax, `Reparameterised` for the Normal and the logistic; other noises go by `local` itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from ..noise import LOG_SQRT_2PI, Logistic, Normal
 from ._cpu_math import exp, log
+from ._cpu_noise import logistic, normal, normal_log_cdf
 from ._cpu_types import OPTIONS, Array
 
 if TYPE_CHECKING:
-    from ..local import Clock, LocalState, NaturalGradient, Reparameterised
+    from ..local import Clock, LocalState, NaturalGradient, Reparameterised, StepSize
     from ..noise import Noise
+
+SOFTMAX, PROBIT, LOGISTIC = 0, 1, 2
+ENTROPY = (0.0, Normal.entropy, Logistic.entropy)  # of q's standard form
+MODELS = {"softmax": SOFTMAX, "probit": PROBIT, "logistic": LOGISTIC}
 
 
 @njit(**OPTIONS)
@@ -102,6 +108,122 @@ def e_and_m(
     return hits
 
 
+@njit(**OPTIONS)
+def _place(mu: Array, gamma: Array, rows: Array, u: Array, sigma: Array, eps: Array) -> None:
+    """eps = mu + sigma u with sigma = softplus(gamma)."""
+    zero = mu.dtype.type(0)
+    for b in range(rows.shape[0]):
+        sigma[b] = gamma[rows[b]]
+    for b in range(rows.shape[0]):
+        sigma[b] = _log_add(sigma[b], zero)
+    for b in range(rows.shape[0]):
+        eps[b] = mu[rows[b]] + sigma[b] * u[b]
+
+
+@njit(**OPTIONS)
+def _hazards(model: int, eps: Array, gap: Array, omega: Array, per_row: int, out: Array, sums: Array) -> None:
+    """out = omega (phi / Phi)(eps - gap), zero where masked; sums (B,) of it."""
+    zero, masked, flat = gap.dtype.type(0), gap.dtype.type(-np.inf), out.reshape(-1)
+    for b in range(gap.shape[0]):
+        for s in range(gap.shape[1]):
+            out[b, s] = eps[b] - gap[b, s]
+    if model == PROBIT:
+        for i in range(flat.shape[0]):
+            flat[i] = normal(flat[i])[0]
+    else:
+        for i in range(flat.shape[0]):
+            flat[i] = logistic(flat[i])
+    for b in range(gap.shape[0]):
+        total = zero
+        for s in range(gap.shape[1]):
+            out[b, s] = omega[b * per_row] * out[b, s] if gap[b, s] > masked else zero
+            total += out[b, s]
+        sums[b] = total
+
+
+@njit(**OPTIONS)
+def _bound(model: int, q: tuple, entropy: float, gap: Array, omega: Array, per_row: int, out: Array) -> None:
+    """Eq. (7) at one draw eps of q: log phi(eps) + sum omega log Phi(eps - gap) + H[q]."""
+    sigma, eps = q
+    number, masked = gap.dtype.type, gap.dtype.type(-np.inf)
+    zero, half, norm = number(0), number(0.5), number(LOG_SQRT_2PI)
+    z = np.empty(gap.shape[1], gap.dtype)
+    for b in range(gap.shape[0]):
+        for s in range(gap.shape[1]):
+            z[s] = eps[b] - gap[b, s]
+        if model == PROBIT:
+            for s in range(gap.shape[1]):
+                z[s] = normal_log_cdf(z[s])
+            total = -half * eps[b] * eps[b] - norm
+        else:
+            for s in range(gap.shape[1]):
+                z[s] = -_log_add(-z[s], zero)
+            total = -_log_add(-eps[b], zero) - _log_add(eps[b], zero)
+        for s in range(gap.shape[1]):
+            total += omega[b * per_row] * z[s] if gap[b, s] > masked else zero
+        out[b] = total + number(entropy) + log(sigma[b])
+
+
+@njit(**OPTIONS)
+def _climb(
+    model: int, state: tuple, rows: Array, draws: tuple, slope: Array, step: tuple, by_visits: bool, entropy: bool
+) -> None:
+    """The moves of `local.Reparameterised` by eq. (9); `slope` comes as the sum of the hazards."""
+    (mu, gamma, visits), (u, sigma, eps), (scale, power, alpha_now) = state, draws, step
+    one, two, B = slope.dtype.type(1), slope.dtype.type(2), rows.shape[0]
+    alpha = np.empty(B, slope.dtype)
+    for b in range(B):
+        alpha[b] = visits[rows[b]]
+    if by_visits:
+        for b in range(B):
+            alpha[b] = scale * exp(-power * log(one + alpha[b]))
+    else:
+        alpha[:] = alpha_now
+    for b in range(B):  # + d log phi / d eps: -eps, or -tanh(eps / 2)
+        slope[b] += -eps[b] if model == PROBIT else two * logistic(eps[b]) - one
+    for b in range(B):
+        tail = one / sigma[b] if entropy else slope.dtype.type(0)
+        sigma[b] = (slope[b] * u[b] + tail) * (one - exp(-sigma[b]))
+    for b in range(B):
+        n = rows[b]
+        mu[n] += alpha[b] * slope[b]
+        gamma[n] += alpha[b] * sigma[b]
+        visits[n] += 1
+
+
+@njit(cache=True, **OPTIONS)
+def draw_e_and_m(
+    model: int, state: tuple, rows: Array, gap: Array, omega: Array, per_row: int, step: tuple, flags: tuple, u: Array,
+    bound: Array, grad: Array,
+) -> None:  # fmt: skip
+    """Algorithm 2 on a draw of q for each of its steps, in the order of the flags; the bound, where asked for, is that
+    of the M step's draw."""
+    by_visits, uses_updated, entropy = flags
+    B = gap.shape[0]
+    sigma, eps, slope = np.empty(B, gap.dtype), np.empty(B, gap.dtype), np.empty(B, gap.dtype)
+    for turn in range(2):
+        if (turn == 0) == uses_updated:  # E step
+            target = grad if uses_updated else np.empty(gap.shape, gap.dtype)
+            _place(state[0], state[1], rows, u[turn], sigma, eps)
+            _hazards(model, eps, gap, omega, per_row, target, slope)
+            _climb(model, state, rows, (u[turn], sigma, eps), slope, step, by_visits, entropy)
+        else:
+            _place(state[0], state[1], rows, u[turn], sigma, eps)
+            if bound.shape[0] > 0:
+                _bound(model, (sigma, eps), ENTROPY[model], gap, omega, per_row, bound)
+            _hazards(model, eps, gap, omega, per_row, grad, slope)
+    for b in range(B):
+        for s in range(gap.shape[1]):
+            grad[b, s] = -grad[b, s]
+
+
+def step_numbers(size: StepSize, clock: Clock, dtype: torch.dtype) -> tuple[tuple, bool]:
+    """(scale, power, alpha now) in the dtype of the weights, and whether alpha goes by the rows' visits."""
+    number = np.float32 if dtype == torch.float32 else np.float64
+    by_visits = size.counts == "visits"
+    return (number(size.scale), number(size.power), number(0.0 if by_visits else size.now(clock))), by_visits
+
+
 def natural_gradient(
     rule: NaturalGradient, state: LocalState, rows: Tensor, gap: Tensor, log_weight: Tensor, clock: Clock,
     want_bound: bool,
@@ -109,94 +231,33 @@ def natural_gradient(
     """`rule.e_and_m`, for weights that are one number, or one a row."""
     gap = gap.contiguous()
     grad, bound = torch.empty_like(gap), torch.empty(len(gap) if want_bound else 0, dtype=gap.dtype)
-    by_visits, size = rule.step_size.counts == "visits", rule.step_size
-    number = np.float32 if gap.dtype == torch.float32 else np.float64
+    numbers, by_visits = step_numbers(rule.step_size, clock, gap.dtype)
     hits = e_and_m(
         (state["log_eta"].numpy(), state["visits"].numpy()), rows.numpy(), gap.numpy(),
-        log_weight.to(gap.dtype).reshape(-1).numpy(), int(log_weight.ndim > 0),
-        tuple(number(v) for v in (size.scale, size.power, 0.0 if by_visits else size.now(clock))),
+        log_weight.to(gap.dtype).reshape(-1).numpy(), int(log_weight.ndim > 0), numbers,
         (by_visits, rule.uses_updated, rule.floor), bound.numpy(), grad.numpy(),
     )  # fmt: skip
     return (bound if want_bound else None), grad, hits
 
 
-@njit(cache=True, **OPTIONS)
-def place(mu: Array, gamma: Array, rows: Array, u: Array, gap: Array, sigma: Array, eps: Array, z: Array) -> None:
-    """eps = mu + sigma u with sigma = softplus(gamma), and z = eps - gap; a masked pair's z is harmless, zero."""
-    zero, masked = gap.dtype.type(0), gap.dtype.type(-np.inf)
-    for b in range(gap.shape[0]):
-        sigma[b] = gamma[rows[b]]
-    for b in range(gap.shape[0]):
-        sigma[b] = _log_add(sigma[b], zero)
-    for b in range(gap.shape[0]):
-        eps[b] = mu[rows[b]] + sigma[b] * u[b]
-        for s in range(gap.shape[1]):
-            z[b, s] = eps[b] - gap[b, s] if gap[b, s] > masked else zero
-
-
-@njit(cache=True, **OPTIONS)
-def weigh(hazard: Array, gap: Array, omega: Array, strides: tuple, sums: Array) -> None:
-    """hazard <- omega hazard, zero where masked; sums (B,) of it."""
-    zero, masked = gap.dtype.type(0), gap.dtype.type(-np.inf)
-    for b in range(gap.shape[0]):
-        total = zero
-        for s in range(gap.shape[1]):
-            h = omega[b * strides[0] + s * strides[1]] * hazard[b, s]
-            hazard[b, s] = h if gap[b, s] > masked else zero
-            total += hazard[b, s]
-        sums[b] = total
-
-
-@njit(cache=True, **OPTIONS)
-def climb(
-    mu: Array, gamma: Array, visits: Array, rows: Array, u: Array, sigma: Array, slope: Array, step: tuple, flags: tuple
-) -> None:
-    """Eq. (9) from the slope g = d/deps log p~: the moves of `local.Reparameterised`."""
-    (scale, power, alpha_now), (by_visits, entropy) = step, flags
-    one = slope.dtype.type(1)
-    for b in range(rows.shape[0]):
-        n = rows[b]
-        alpha = scale * exp(-power * log(one + slope.dtype.type(visits[n]))) if by_visits else alpha_now
-        tail = one / sigma[b] if entropy else slope.dtype.type(0)
-        mu[n] += alpha * slope[b]
-        gamma[n] += alpha * (slope[b] * u[b] + tail) * -np.expm1(-sigma[b])
-        visits[n] += 1
+def two_draws(noise: Noise, B: int, generator: torch.Generator, dtype: torch.dtype) -> Array:
+    """(2, B) draws of the standard q, one for each of the two steps in their order."""
+    family = noise.variational_family()
+    return np.stack([family.rsample((B,), generator=generator, dtype=dtype).numpy() for _ in range(2)])
 
 
 def reparameterised(
     rule: Reparameterised, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
-    generator: torch.Generator,
-) -> Tensor:  # fmt: skip
-    """`rule.e_and_m` without its bound: the E step on one draw of q, the gradient by the gaps on another."""
-    gap, index, family = gap.contiguous(), rows.numpy(), noise.variational_family()
-    B, size = len(gap), rule.step_size
-    omega = torch.exp(log_weight).to(gap.dtype)
-    strides = tuple(0 if n == 1 else step for n, step in zip(omega.shape, omega.stride(), strict=True))
-    strides = (0,) * (2 - len(strides)) + strides
-    weights, mu, gamma = omega.reshape(-1).numpy(), state["mu"].numpy(), state["gamma"].numpy()
-    by_visits = size.counts == "visits"
-    number = np.float32 if gap.dtype == torch.float32 else np.float64
-    numbers = tuple(number(v) for v in (size.scale, size.power, 0.0 if by_visits else size.now(clock)))
-    sigma, eps, z = torch.empty(B, dtype=gap.dtype), torch.empty(B, dtype=gap.dtype), torch.empty_like(gap)
-
-    def hazards(u: Tensor) -> tuple[Tensor, Tensor]:
-        """omega (phi / Phi)(eps - gap) and its sums, at eps = mu + sigma u."""
-        place(mu, gamma, index, u.numpy(), gap.numpy(), sigma.numpy(), eps.numpy(), z.numpy())
-        found, sums = noise.dlog_cdf(z).contiguous(), torch.empty(B, dtype=gap.dtype)
-        weigh(found.numpy(), gap.numpy(), weights, strides, sums.numpy())
-        return found, sums
-
-    def move() -> None:
-        u = family.rsample((B,), generator=generator, dtype=gap.dtype)
-        slope = hazards(u)[1].add_(noise.dlog_prob(eps))
-        climb(
-            mu, gamma, state["visits"].numpy(), index, u.numpy(), sigma.numpy(), slope.numpy(), numbers,
-            (by_visits, rule.entropy_gradient),
-        )  # fmt: skip
-
-    if rule.uses_updated:
-        move()
-    grad = hazards(family.rsample((B,), generator=generator, dtype=gap.dtype))[0].neg_()
-    if not rule.uses_updated:
-        move()
-    return grad
+    generator: torch.Generator, want_bound: bool,
+) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+    """`rule.e_and_m`, for the built-in noises and weights that are one number, or one a row."""
+    gap = gap.contiguous()
+    grad, bound = torch.empty_like(gap), torch.empty(len(gap) if want_bound else 0, dtype=gap.dtype)
+    numbers, by_visits = step_numbers(rule.step_size, clock, gap.dtype)
+    draw_e_and_m(
+        MODELS[noise.name], (state["mu"].numpy(), state["gamma"].numpy(), state["visits"].numpy()), rows.numpy(),
+        gap.numpy(), torch.exp(log_weight).to(gap.dtype).reshape(-1).numpy(), int(log_weight.ndim > 0), numbers,
+        (by_visits, rule.uses_updated, rule.entropy_gradient), two_draws(noise, len(gap), generator, gap.dtype),
+        bound.numpy(), grad.numpy(),
+    )  # fmt: skip
+    return (bound if want_bound else None), grad, 0

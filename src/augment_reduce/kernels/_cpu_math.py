@@ -39,7 +39,7 @@ def _bits_of_number(typing_context: Any, number: Any) -> tuple:
     bits = types.int32 if number == types.float32 else types.int64
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(bits.bitwidth))
+        return builder.bitcast(args[0], ir.IntType(32 if bits == types.int32 else 64))
 
     return bits(number), codegen
 

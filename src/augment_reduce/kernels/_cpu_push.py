@@ -344,6 +344,57 @@ def push_groups(
 
 
 @njit(**OPTIONS)
+def _sum_biases(pairs: tuple, grad: Array, share: Array, sums: tuple, bias_g: Array, bias_c: Array) -> int:
+    """Gradients and shares of the biases of the classes met, listed as they are met; returns how many. No sorting:
+    `sums` holds K numbers, zero before and after."""
+    classes, touched = pairs
+    g, c, seen = sums
+    n = 0
+    for p in range(classes.shape[0]):
+        k = classes[p]
+        touched[n] = k
+        n += seen[k] == 0
+        seen[k] = 1
+        g[k] += grad[p]
+        if share.shape[0] > 0:
+            c[k] += share[p]
+    for i in range(n):
+        k = touched[i]
+        bias_g[i], bias_c[i] = g[k], c[k]
+        g[k], c[k], seen[k] = 0, 0, 0
+    return n
+
+
+@njit(cache=True, **OPTIONS)
+def push_rows(
+    pairs: tuple, x: Array, at: Array, grad: Array, share: Array, arrays: tuple, rule_: tuple, sums: tuple,
+    bias_g: Array, bias_c: Array, few: tuple,
+) -> None:  # fmt: skip
+    """All pairs (flat, `per_row` of every row in turn), from dense rows x[at], where a gradient of size K x D is small.
+
+    The rows are read once, in their order, instead of once for every class; each class still sums its pairs in the
+    order given. Where x has no columns there are only biases.
+    """
+    rule, D = Rule(*rule_), arrays[0].shape[1]
+    n = _sum_biases(pairs, grad, share, sums, bias_g, bias_c)
+    if x.shape[1] > 0:
+        classes, g, c, per_row = pairs[0], few[0], few[1], pairs[0].shape[0] // at.shape[0]
+        for b in range(at.shape[0]):
+            row = x[at[b]]
+            for p in range(b * per_row, (b + 1) * per_row):
+                k = classes[p]
+                _add(g[k * D : (k + 1) * D], row, grad[p])
+                if share.shape[0] > 0:
+                    mine = c[k * D : (k + 1) * D]
+                    for d in range(D):
+                        mine[d] = mine[d] + (share[p] if row[d] != 0 else share.dtype.type(0))
+        for i in range(n):
+            k = pairs[1][i]
+            _step_row(rule, arrays, k, g[k * D : (k + 1) * D], c[k * D : (k + 1) * D])
+    push_biases(pairs[1][:n], bias_g, bias_c, arrays, rule_, few)
+
+
+@njit(**OPTIONS)
 def _sum_block(indptr: Array, slot: Array, factor: Array, a: Array, tile: Array, to: Array, bias: Array) -> None:
     """to[s, u] = sum over non-zeros (b, u) of factor a[b, s], sixteen s at once. `tile` is zero before and after."""
     flat = a.reshape(-1)

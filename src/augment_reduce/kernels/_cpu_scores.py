@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from ._cpu_batch import Batch
-from ._cpu_lanes import LANES, dot_lanes
+from ._cpu_lanes import LANES, dot_lanes, prefetch
 from ._cpu_types import OPTIONS, Array, Csr, Groups
 from ._cpu_work import WORK, run, split
 
@@ -22,6 +22,16 @@ def _dot(w: Array, x: Array) -> float:
     for d in range(w.shape[0]):
         total += w[d] * x[d]
     return total
+
+
+@njit(**SUMS)
+def _dot2(w0: Array, w1: Array, x: Array) -> tuple:
+    """Two classes against one row: each feature is read once."""
+    t0 = t1 = x.dtype.type(0)
+    for d in range(x.shape[0]):
+        t0 += w0[d] * x[d]
+        t1 += w1[d] * x[d]
+    return t0, t1
 
 
 @njit(**SUMS)
@@ -54,7 +64,7 @@ def _walk(w: Array) -> float:
 
 
 @njit(cache=True, **OPTIONS)
-def _pairs_sparse(
+def pairs_sparse(
     lo: int, hi: int, groups_: tuple, csr_: tuple, weight: Array, bias: Array, out: Array, sink: Array
 ) -> None:
     groups, csr = Groups(*groups_), Csr(*csr_)
@@ -72,7 +82,7 @@ def _pairs_sparse(
 
 
 @njit(cache=True, **OPTIONS)
-def _pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, weight: Array, bias: Array, out: Array) -> None:
+def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, weight: Array, bias: Array, out: Array) -> None:
     groups = Groups(*groups_)
     order, row = groups.order, groups.row
     for j in range(lo, hi):
@@ -89,6 +99,23 @@ def _pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, weight: Array, bias
         while p < last:
             out[order[p]] = bias[k] + _dot(w, x[row[p]])
             p += 1
+
+
+@njit(cache=True, **OPTIONS)
+def score_rows(classes: Array, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
+    """All pairs of rows x[at], row by row: for weights so few that they stay in cache, while rows come from afar."""
+    for b in range(at.shape[0]):
+        if b + 2 < at.shape[0]:
+            for d in range(0, x.shape[1], 16):
+                prefetch(x, at[b + 2] * x.shape[1] + d)
+        row, c = x[at[b]], 0
+        while c + 2 <= classes.shape[1]:
+            k, j = classes[b, c], classes[b, c + 1]
+            t, u = _dot2(weight[k], weight[j], row)
+            out[b, c], out[b, c + 1] = bias[k] + t, bias[j] + u
+            c += 2
+        if c < classes.shape[1]:
+            out[b, c] = bias[classes[b, c]] + _dot(weight[classes[b, c]], row)
 
 
 @njit(cache=True, **OPTIONS)
@@ -118,12 +145,12 @@ def score_pairs(batch: Batch, groups: Groups, weight: Array, bias: Array, out: A
     G, D = len(groups.classes), weight.shape[1]
     if batch.dense is not None:
         cuts = split(G, lambda: np.diff(groups.start) * (D // 8 + 8))
-        run(_pairs_dense, cuts, (groups, batch.dense, weight, bias, out), [()] * (len(cuts) - 1))
+        run(pairs_dense, cuts, (groups, batch.dense, weight, bias, out), [()] * (len(cuts) - 1))
     elif batch.csr is not None:
         csr = batch.csr
         cuts = split(G, lambda: np.diff(groups.start) * (len(csr.value) // len(batch.rows) + 8))
         sinks = WORK.array("sink", (len(cuts) - 1) * 64, weight.dtype).reshape(-1, 64)
-        run(_pairs_sparse, cuts, (groups, csr, weight, bias, out), [(s,) for s in sinks])
+        run(pairs_sparse, cuts, (groups, csr, weight, bias, out), [(s,) for s in sinks])
 
 
 def score_shared(csr: Csr, classes: Array, weight: Array, out: Array) -> None:

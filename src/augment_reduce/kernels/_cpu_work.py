@@ -19,6 +19,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import njit
 
 WORTH_A_THREAD = 60_000  # multiply-adds, about as long as waking a thread takes
 
@@ -35,6 +36,7 @@ class Workspace(threading.local):
         self.buffers: dict[tuple, Any] = {}
         self.batch: Any = None  # the minibatch last scored, which the push that follows needs again
         self.groups: Any = None  # and its pairs in the order of their classes
+        self.views: Any = None  # the parameters last pushed into, as arrays
 
     def array(self, name: str, size: int, dtype: Any) -> np.ndarray:
         """`size` numbers, zero when first handed out, then as their last user left them."""
@@ -78,8 +80,26 @@ def split(n: int, work: Callable[[], np.ndarray]) -> list[int]:
     return np.unique([0, *np.minimum(cuts, n), n]).tolist()
 
 
+@njit(cache=True, nogil=True)
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    different = 0
+    for i in range(a.shape[0]):
+        different += a[i] != b[i]
+    return different == 0
+
+
+@njit(cache=True, nogil=True)
+def all_below(a: np.ndarray, n: int) -> bool:
+    """Whether every number of `a` is in range(n)."""
+    bad = 0
+    for i in range(a.shape[0]):
+        bad += (a[i] < 0) | (a[i] >= n)
+    return bad == 0
+
+
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and bool((a == b).all())
+    """Whether two contiguous arrays of int64 hold the same."""
+    return a.shape == b.shape and _same(a.reshape(-1), b.reshape(-1))
 
 
 def _plain(args: tuple) -> list:

@@ -10,7 +10,9 @@ CSR rows must not hold a feature twice; explicit zeros are fine.
 
 from __future__ import annotations
 
+import math
 import time
+import weakref
 from collections.abc import Callable
 from threading import Timer
 
@@ -30,13 +32,16 @@ from ..optim import (
     SectionFour,
 )
 from . import _cpu_classes, _cpu_push, _cpu_scores
-from ._cpu_batch import Batch, load
+from ._cpu_batch import Batch, in_place, load
 from ._cpu_classes import check_classes, group_by_class
 from ._cpu_lanes import LANES
 from ._cpu_types import Array, Arrays, Buffers, Csr, Groups, Rule
 from ._cpu_work import WORK, run, split
 from .reference import Parameters
 from .rows import DenseRows, Rows, SparseRows
+
+NO_LABELS = np.empty(0, np.int64)
+FEW_WEIGHTS = 2**15  # entries of K x D whose gradient stays in the second cache: no need to go class by class
 
 
 def _in_place(name: str, t: Tensor) -> Array:
@@ -56,16 +61,30 @@ def _values(t: Tensor, dtype: torch.dtype) -> Array:
     return (t if t.is_contiguous() else t.contiguous()).numpy()
 
 
+def few_weights(X: Rows, weight: Tensor | Array) -> bool:
+    """Whether rows are dense and weights so few that going row by row, each once, is the fastest way."""
+    return isinstance(X, DenseRows) and 0 < math.prod(weight.shape) <= FEW_WEIGHTS
+
+
+def _read_in_place(X: Rows, rows: Array, weight: Array) -> Array | None:
+    """Dense rows where they lie, for `few_weights`."""
+    return in_place(X, rows, weight.dtype) if few_weights(X, weight) and len(rows) > 0 else None
+
+
 def pair_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
     w, beta, pairs = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
-    if w.shape[1] == 0 or pairs.size == 0:
-        check_classes(pairs, len(w))
-        return torch.from_numpy(beta.take(pairs))
-    batch = load(X, rows, w.dtype, n_classes=pairs.shape[1])
-    groups = group_by_class(pairs, len(w))
     out = np.empty(pairs.shape, w.dtype)
-    _cpu_scores.score_pairs(batch, groups, w, beta, out.reshape(-1))
+    x = _read_in_place(X, rows, w)
+    if x is not None:
+        check_classes(pairs, len(w))
+        _cpu_scores.score_rows(pairs, x, rows, w, beta, out)
+        return torch.from_numpy(out)
+    batch = load(X, rows, w.dtype, n_classes=pairs.shape[1]) if pairs.size and w.shape[1] else None
+    if batch is None or batch.empty:
+        check_classes(pairs, len(w))
+        return torch.from_numpy(beta.take(pairs, out=out, mode="clip"))
+    _cpu_scores.score_pairs(batch, group_by_class(pairs, len(w)), w, beta, out.reshape(-1))
     return torch.from_numpy(out)
 
 
@@ -82,18 +101,35 @@ def shared_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: T
     return torch.from_numpy(out)
 
 
-def draw_without_replacement(uniforms: Tensor, n: int) -> Tensor:
+def with_label(grad: Tensor, row_scale: Tensor | float) -> Tensor:
+    """From derivatives by the gaps psi_k - psi_y to those by the scores; the label's, minus their sum, comes first."""
+    g = _values(grad, grad.dtype)
+    scale = _values(row_scale, grad.dtype) if isinstance(row_scale, Tensor) else np.array([row_scale], g.dtype)
+    out = np.empty((g.shape[0], g.shape[1] + 1), g.dtype)
+    _cpu_classes.with_label(g, scale, int(isinstance(row_scale, Tensor)), out)
+    return torch.from_numpy(out)
+
+
+def uniforms(seed: int, B: int, S: int) -> Tensor:
+    """B x S numbers in [0, 1), those of `reference` for the same seed."""
+    out = np.empty((B, S))
+    _cpu_classes.splitmix(seed, out.reshape(-1))
+    return torch.from_numpy(out)
+
+
+def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = None) -> Tensor:
     """Floyd's algorithm: S of range(n) a row, no repeats; the very picks of `reference` for the same uniforms."""
     u = uniforms.contiguous().numpy()
     B, S = u.shape
     if n < S:
         raise ValueError(f"Expected at most n={n} draws without replacement, found {S} a row.")
     out = np.empty((B, S), np.int64)
+    own = NO_LABELS if labels is None else _values(labels, torch.int64)
     if out.size:
         cuts = split(B, lambda: np.full(B, 8 * S))
         size = 1 << (4 * S).bit_length()
         tables = WORK.array("table", (len(cuts) - 1) * size, np.int64).reshape(-1, size)
-        run(_cpu_classes.floyd, cuts, (u, n, out), [(table,) for table in tables])
+        run(_cpu_classes.floyd, cuts, (u, n, own, out), [(table,) for table in tables])
     return torch.from_numpy(out)
 
 
@@ -112,6 +148,18 @@ def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | 
 
 
 def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
+    """The parameters as arrays, found again as long as their memory is the same; gone when the parameters are."""
+    tensors = (parameters.weight, parameters.bias, *parameters.weight_state, *parameters.bias_state)
+    key = (optimizer.kind, *(t.data_ptr() for t in tensors), parameters.weight.shape)
+    found = WORK.views
+    if found is not None and found[0]() is parameters and found[1] is prior and found[2] == key:
+        return found[3][0]
+    views = [_views(parameters, optimizer, prior)]
+    WORK.views = (weakref.ref(parameters, lambda _: views.clear()), prior, key, views)
+    return views[0]
+
+
+def _views(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
     weight, bias = _in_place("weight", parameters.weight), _in_place("bias", parameters.bias)
     states = [_in_place("weight_state", s) for s in parameters.weight_state]
     bias_states = [_in_place("bias_state", s) for s in parameters.bias_state]
@@ -171,6 +219,20 @@ def _push_groups(
     run(_cpu_push.push_biases, [], (groups.classes, *bias, arrays, rule, few[0]))
 
 
+def _push_rows(pairs: Array, x: Array, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule) -> None:
+    """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers."""
+    K, dtype = len(arrays.weight), arrays.weight.dtype
+    check_classes(pairs, K)
+    flat, most = pairs.reshape(-1), min(K, pairs.size)
+    sums = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
+    few = _buffers(1, arrays.weight.size if x.size else 0, most, dtype)[0]
+    touched = WORK.array("touched", most + 1, np.int64)
+    run(
+        _cpu_push.push_rows, [],
+        ((flat, touched), x, rows, grad, share, arrays, rule, sums, *_bias_sums(most, dtype), few),
+    )  # fmt: skip
+
+
 def push_pairs(
     X: Rows,
     rows: Array,
@@ -188,12 +250,18 @@ def push_pairs(
     if pairs.size == 0:
         return
     rule = _rule(optimizer, t, prior, share, dtype)
-    batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None
-    groups = group_by_class(pairs, len(arrays.weight))
-    c = WORK.array("none", 0, dtype)
+    g, c = _values(grad, parameters.weight.dtype).reshape(-1), WORK.array("none", 0, dtype)
     if share is not None and rule.prior == PRIOR_UNBIASED:
         c = _values(share, parameters.weight.dtype).reshape(-1)
-    _push_groups(groups, batch, len(rows), _values(grad, parameters.weight.dtype).reshape(-1), c, arrays, rule)
+    x = _read_in_place(X, rows, arrays.weight)
+    if x is not None:
+        _push_rows(pairs, x, rows, g, c, arrays, rule)
+        return
+    batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None
+    if batch is None or batch.empty:
+        _push_rows(pairs, WORK.array("none", 0, dtype).reshape(0, 0), rows, g, c, arrays, rule)
+    else:
+        _push_groups(group_by_class(pairs, len(arrays.weight)), batch, len(rows), g, c, arrays, rule)
 
 
 def _push_blocks(classes: Array, csr: Csr, grad: Array, share: Array, arrays: Arrays, rule: Rule) -> None:

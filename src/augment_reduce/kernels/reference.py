@@ -6,7 +6,9 @@ Every kernel module offers these names, with these shapes:
     shared_scores(X, rows, classes (C,), weight, bias)    -> psi (B, C)
     push_pairs(X, rows, classes (B, C), grad (B, C), share (B, C) | None, parameters, optimizer, t, prior)
     push_shared(X, rows, classes (C,), grad (B, C), labels (B,), label_grad (B,), share (B, C) | None, parameters, ...)
-    draw_without_replacement(uniforms (B, S), n)          -> (B, S) of range(n), no repeats within a row
+    with_label(grad (B, S), row_scale)                    -> (B, 1 + S), scaled, minus their sum before them
+    uniforms(seed, B, S)                                  -> (B, S) float64 in [0, 1), the same for the same seed
+    draw_without_replacement(uniforms (B, S), n, labels)  -> (B, S) of range(n), no repeats within a row
 
 `grad` is the derivative of the whole objective by the score of that (row, class) pair; `share` is the
 pair's weight in the prior (see `optim.Prior`), the label's own share in push_shared being `label_share`.
@@ -106,10 +108,27 @@ def push_shared(
     push_pairs(X, rows, pairs, all_grad, all_share, parameters, optimizer, t, prior)
 
 
-def draw_without_replacement(uniforms: Tensor, n: int) -> Tensor:
+def with_label(grad: Tensor, row_scale: Tensor | float) -> Tensor:
+    """From derivatives by the gaps psi_k - psi_y to those by the scores; the label's, minus their sum, comes first."""
+    scaled = grad * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
+    return torch.cat([-scaled.sum(dim=1, keepdim=True), scaled], dim=1)
+
+
+def uniforms(seed: int, B: int, S: int) -> Tensor:
+    """The outputs of splitmix64 from `seed` on (Steele, Lea and Flood 2014), their upper 53 bits as a fraction."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, B * S + 1, dtype=np.uint64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return torch.from_numpy((z >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(B, S)
+
+
+def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = None) -> Tensor:
     """Floyd's algorithm, one row at a time: S of range(n), every subset equally likely, in O(S) memory.
 
-    For j = n-S, ..., n-1: take floor(u (j+1)), or j itself if that was taken before.
+    For j = n-S, ..., n-1: take floor(u (j+1)), or j itself if that was taken before. With labels they are S of
+    range(n + 1) without the row's label: what lies from the label on moves up by one.
     """
     B, S = uniforms.shape
     out = torch.empty(B, S, dtype=torch.int64)
@@ -121,4 +140,9 @@ def draw_without_replacement(uniforms: Tensor, n: int) -> Tensor:
             pick = j if pick in taken else pick
             taken.add(pick)
             out[b, s] = pick
-    return out
+    return out if labels is None else step_over(out, labels)
+
+
+def step_over(picks: Tensor, labels: Tensor) -> Tensor:
+    """0..n-1 onto 0..n without the row's label."""
+    return picks + (picks >= labels[:, None])

@@ -1,0 +1,89 @@
+"""One step of the paper's algorithms in a single compiled call, for parts that all have compiled twins.
+
+    classes of each row, uniform  ->  scores  ->  E and M step  ->  row optimiser
+
+Nothing new is computed here: the kernels of the other files, one after the other, with the results of `vem.step` to the
+last bit. What is saved is the way back to Python between them, which for small minibatches takes longer than they do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from ._cpu_classes import cut, floyd, sort, splitmix, with_label
+from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
+from ._cpu_push import push_biases, push_groups, push_rows
+from ._cpu_scores import pairs_dense, pairs_sparse, score_rows
+from ._cpu_types import OPTIONS, Array
+
+ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
+
+
+@njit(**OPTIONS)
+def _draw(seed: int, n_classes: int, labels: Array, pairs: Array, table: Array) -> None:
+    """pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement."""
+    B, S = pairs.shape[0], pairs.shape[1] - 1
+    u, classes = np.empty((B, S)), np.empty((B, S), np.int64)
+    splitmix(seed, u.reshape(-1))
+    floyd(0, B, u, n_classes - 1, labels, classes, table)
+    for b in range(B):
+        pairs[b, 0] = labels[b]
+        for s in range(S):
+            pairs[b, 1 + s] = classes[b, s]
+
+
+@njit(**OPTIONS)
+def _group(pairs: Array, n_classes: int, bits: int, passes: int) -> tuple:
+    P = pairs.size
+    keys, orders = np.empty((2, P), np.uint32), np.empty((2, P), np.uint32)
+    row, count = np.empty(P, np.uint32), np.empty((1 << bits) + 1, np.uint32)
+    sort(pairs.reshape(-1), n_classes, bits, passes, count, keys, orders, row, pairs.shape[1])
+    distinct, start = np.empty(P, np.int64), np.empty(P + 1, np.int64)
+    n = cut(keys[passes & 1], distinct, start)
+    return distinct[:n], start[: n + 1], orders[passes & 1], row
+
+
+@njit(cache=True, **OPTIONS)
+def whole_step(
+    how: int, seed: int, sorting: tuple, rows: Array, labels: Array, x: Array, csr: tuple, arrays: tuple,
+    rule: tuple, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple, u: Array, scales: Array, each: int,
+    share: Array, scratch: tuple, bound: Array,
+) -> int:  # fmt: skip
+    """The step; returns how often the floor acted, or -1, with nothing changed, where a score is not finite."""
+    weight, bias, (few, sums, touched, bias_g, bias_c, table, sink) = arrays[0], arrays[3], scratch
+    (log_weight, omega, S), (bits, passes) = weigh, sorting
+    B, K, total, hits = rows.shape[0], bias.shape[0], 0.0, 0
+    pairs, psi = np.empty((B, 1 + S), np.int64), np.empty((B, 1 + S), bias.dtype)
+    _draw(seed, K, labels, pairs, table)
+    groups = _group(pairs, K, bits, passes) if how == GROUPS else _group(pairs[:0], K, bits, passes)
+    if how == ROWS:
+        score_rows(pairs, x, rows, weight, bias, psi)
+    elif how == BIASES:
+        for b in range(B):
+            for s in range(1 + S):
+                psi[b, s] = bias[pairs[b, s]]
+    elif x.shape[0] > 0:
+        pairs_dense(0, len(groups[0]), groups, x, weight, bias, psi.reshape(-1))
+    else:
+        pairs_sparse(0, len(groups[0]), groups, csr, weight, bias, psi.reshape(-1), sink)
+    gap, grad, grads = np.empty((B, S), bias.dtype), np.empty((B, S), bias.dtype), np.empty((B, 1 + S), bias.dtype)
+    for b in range(B):
+        for s in range(S):
+            gap[b, s] = psi[b, 1 + s] - psi[b, 0]
+            total += gap[b, s]
+    if not np.isfinite(total) and not np.isfinite(psi).all():
+        return -1
+    if model == SOFTMAX:
+        hits = e_and_m((state[0], state[2]), rows, gap, log_weight, 0, step, flags, bound, grad)
+    else:
+        draw_e_and_m(model, state, rows, gap, omega, 0, step, flags, u, bound, grad)
+    with_label(grad, scales, each, grads)
+    if how == GROUPS:
+        push_groups(0, len(groups[0]), groups, csr, x, grads.reshape(-1), share, arrays, rule, bias_g, bias_c, few)
+        push_biases(groups[0], bias_g, bias_c, arrays, rule, few)
+    else:
+        push_rows(
+            (pairs.reshape(-1), touched), x, rows, grads.reshape(-1), share, arrays, rule, sums, bias_g, bias_c, few
+        )
+    return hits

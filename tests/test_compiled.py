@@ -1,0 +1,204 @@
+"""The compiled twins of the E steps and of the whole step make the numbers of the torch operations they stand for."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from augment_reduce import local as local_steps
+from augment_reduce import vem
+from augment_reduce.kernels import compiled, cpu, reference
+from augment_reduce.kernels._cpu_math import exp, log
+from augment_reduce.kernels.rows import as_rows
+from augment_reduce.local import Clock, NaturalGradient, Reparameterised, StepSize
+from augment_reduce.noise import Gumbel, Logistic, Normal
+from augment_reduce.optim import Adagrad, Adam, Prior, SectionFour
+from augment_reduce.sampler import FrequencyShared, Sampled, UniformPerRow
+from augment_reduce.vem import Problem, State
+
+RULES = {
+    "paper softmax": (Gumbel(), NaturalGradient(StepSize(1.0, 0.9, "epoch"), uses_updated=True, floor=False)),
+    "our softmax": (Gumbel(), NaturalGradient()),
+    "paper probit": (
+        Normal(),
+        Reparameterised(StepSize(0.01, 0.5, "epoch"), uses_updated=True, entropy_gradient=False),
+    ),
+    "our probit": (Normal(), Reparameterised()),
+    "paper logistic": (Logistic(), Reparameterised(uses_updated=True)),
+    "our logistic": (Logistic(), Reparameterised()),
+}
+B, K, D, N = 37, 11, 9, 90
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exp_and_log_are_right_to_three_units_of_the_last_place(dtype):
+    from numba import njit
+
+    @njit
+    def both(x, out, back):
+        for i in range(x.shape[0]):
+            out[i] = exp(x[i])
+            back[i] = log(out[i])
+
+    tiny, huge = np.log(np.finfo(dtype).tiny), np.log(np.finfo(dtype).max / 2)
+    x = np.concatenate([np.linspace(tiny * 0.999, huge * 0.999, 20_001), np.linspace(-1, 1, 2_001)]).astype(dtype)
+    out, back = np.empty_like(x), np.empty_like(x)
+    both(x, out, back)
+    truth, eps = np.exp(x.astype(np.longdouble)), np.finfo(dtype).eps
+    assert float(np.max(np.abs(out - truth) / truth)) < 1.5 * eps
+    assert float(np.max(np.abs(back - np.log(out.astype(np.longdouble))))) < 3 * eps * np.abs(x).max()
+    edges = np.array([-np.inf, np.inf, np.nan, -1e4, 1e4], dtype)
+    out, back = np.empty_like(edges), np.empty_like(edges)
+    both(edges, out, back)
+    np.testing.assert_array_equal(out, np.array([0, np.inf, np.nan, 0, np.inf], dtype))
+    assert back[0] == -np.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slopes_of_the_normal_are_those_in_torch(dtype):
+    x = torch.cat([torch.linspace(-60, 12, 5001), torch.tensor([0.0, torch.inf, -torch.inf, 1e30, -1e30, torch.nan])])
+    x = x.to(dtype)
+    first, second = Normal().dlog_cdf(x), Normal().d2log_cdf(x)
+    with torch.inference_mode():
+        assert_near(Normal().dlog_cdf(x), first)
+        for mine, plain in zip(Normal().dlog_cdf_and_derivative(x), (first, second), strict=True):
+            assert_near(mine, plain)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    ulps = 8 * torch.finfo(expected.dtype).eps
+    tail = 40 * ulps  # a^2 / 2 is rounded before the exponential
+    torch.testing.assert_close(found, expected, rtol=tail, atol=ulps * 1e-30, equal_nan=True)
+
+
+def sampled_like(S: int, masked: bool, per_row: bool, dtype: torch.dtype) -> tuple[torch.Tensor, Sampled]:
+    gap = torch.randn(B, S, generator=generator(3), dtype=dtype) * 3
+    if masked:
+        gap[::3, 0] = -torch.inf
+    shape = (B, 1) if per_row else ()
+    log_weight = torch.full(shape, 1.7, dtype=dtype)
+    if per_row:
+        log_weight += torch.arange(B, dtype=dtype)[:, None] / B
+    return gap, Sampled(torch.zeros(B, S, dtype=torch.int64), log_weight, None, distinct=True)
+
+
+@pytest.mark.parametrize(("masked", "per_row", "S"), [(False, False, 5), (True, True, 4), (True, False, 1)])
+@pytest.mark.parametrize("name", RULES)
+def test_e_and_m_in_few_passes_is_that_of_the_torch_operations(name, masked, per_row, S):
+    noise, rule = RULES[name]
+    gap, sampled = sampled_like(S, masked, per_row, torch.float64)
+    rows = torch.randperm(N, generator=generator(4))[:B]
+    states = []
+    for fast in (False, True):
+        state = rule.init_state(N, torch.float64)
+        for key in state:
+            state[key] += torch.arange(N).to(state[key].dtype) % 3
+        with torch.inference_mode(fast):
+            bound, grad, hits = rule.e_and_m(
+                state, rows, noise, gap, sampled, Clock(7, 3), generator(5), want_bound=True
+            )
+        states.append({**state, "bound": bound, "grad": grad, "hits": torch.tensor(hits)})
+    for key, expected in states[0].items():
+        torch.testing.assert_close(states[1][key].clone(), expected, rtol=1e-11, atol=1e-12, msg=f"{name}: {key}")
+    assert not torch.equal(states[0]["grad"], torch.zeros_like(gap))
+
+
+def problem_of(name: str, kind: str, optimizer, prior: bool, weighted: bool, dtype: torch.dtype) -> Problem:
+    rng = np.random.default_rng(0)
+    number = np.float32 if dtype == torch.float32 else np.float64
+    x = rng.normal(size=(N, D)).astype(number) * (rng.random((N, D)) < 0.4)
+    X = {"dense": x, "sparse": sp.csr_matrix(x), "empty": sp.csr_matrix(x.shape, dtype=number)}[kind]
+    noise, rule = RULES[name]
+    counts = np.maximum((x != 0).sum(0), 1)
+    return Problem(
+        X=as_rows(X), active=np.arange(N), n_rows=N, labels=torch.from_numpy(rng.integers(0, K, N)),
+        sample_weight=torch.from_numpy(rng.random(N).astype(number)) if weighted else None, method="augment-reduce",
+        noise=noise, sampler=UniformPerRow().bind(np.ones(K), cpu.draw_without_replacement), n_sampled=4, local=rule,
+        optimizer=optimizer, prior=Prior.from_counts(2.0, counts, N, dtype) if prior else None, kernels=cpu,
+    )  # fmt: skip
+
+
+def trained(problem: Problem, dtype: torch.dtype, few: bool, monkeypatch) -> dict[str, torch.Tensor]:
+    """Parameters, local state and last bound after six steps over rows that come three times."""
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    weight = torch.randn(K, D, generator=generator(1), dtype=dtype) * 0.3
+    bias = torch.randn(K, generator=generator(2), dtype=dtype) * 0.3
+    optimizer = problem.optimizer
+    parameters = reference.Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
+    state = State(parameters, problem.local.init_state(N, dtype), Clock(0, 0))
+    with torch.inference_mode():
+        for t in range(1, 7):
+            rows = np.arange(45) + 45 * (t % 2)
+            state, info = vem.step(
+                problem, state, rows, Clock(t, (t + 1) // 2), generator=generator(t), want_bound=t % 2 == 0
+            )
+    out = {"weight": weight, "bias": bias, "bound": info.bound, "hits": torch.tensor(info.floor_hits), **state.local}
+    for i, s in enumerate([*parameters.weight_state, *parameters.bias_state]):
+        out[f"state {i}"] = s
+    return {key: value.clone() for key, value in out.items()}
+
+
+@pytest.mark.parametrize(("kind", "few"), [("dense", True), ("dense", False), ("sparse", False), ("empty", False)])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("setting", ["plain", "all"])
+def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting, monkeypatch):
+    everything = setting == "all"
+    optimizer = Adam() if everything else SectionFour()
+    dtype = torch.float32
+    found, taken = [], []
+    whole_step = compiled.whole_step
+    monkeypatch.setattr(compiled, "whole_step", lambda *a: taken.append(1) or whole_step(*a))
+    import numba
+
+    threads = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        for may_compile in (False, True):
+            problem = problem_of(name, kind, optimizer, everything, everything, dtype)
+            problem.may_compile = may_compile and compiled.possible(problem, torch.float32)
+            found.append(trained(problem, dtype, few, monkeypatch))
+    finally:
+        numba.set_num_threads(threads)
+    assert len(taken) == (6 if RULES[name][1].uses_updated else 4)  # rows seen for the first time are vem.step's
+    for key, expected in found[0].items():
+        assert torch.equal(found[1][key], expected), key
+
+
+def test_what_has_no_twin_is_left_to_the_step(monkeypatch):
+    problem = problem_of("our probit", "dense", Adagrad(), False, False, torch.float32)
+    assert compiled.possible(problem, torch.float32)
+
+    class Other(Normal):
+        pass
+
+    for change in (
+        {"noise": Other()}, {"method": "one-vs-each"}, {"kernels": reference}, {"local": local_steps.Newton()},
+        {"sampler": FrequencyShared().bind(np.ones(K), cpu.draw_without_replacement)},
+    ):  # fmt: skip
+        parts = {**vars(problem), **change}
+        assert not compiled.possible(Problem(**parts), torch.float32), change
+
+
+def test_float64_is_left_to_the_step():
+    problem = problem_of("our softmax", "dense", Adagrad(), False, False, torch.float64)
+    assert not compiled.possible(problem, torch.float64)
+
+
+def test_weights_that_ran_away_are_named_and_nothing_moves():
+    problem = problem_of("our softmax", "dense", Adagrad(), False, False, torch.float32)
+    problem.may_compile = True
+    weight, bias = torch.full((K, D), torch.inf), torch.zeros(K)
+    state = [problem.optimizer.init_state(t) for t in (weight, bias)]
+    parameters = reference.Parameters(weight, bias, *state)
+    held = problem.local.init_state(N, torch.float32)
+    held["visits"] += 1
+    whole = State(parameters, held, Clock(4, 1))
+    with torch.inference_mode(), pytest.raises(FloatingPointError, match="After iteration 4: The scores stopped"):
+        vem.step(problem, whole, np.arange(20), Clock(5, 1), generator=generator(0))
+    assert whole.clock.iteration == 4
+    assert (held["visits"] == 1).all()
+    assert not bias.any()
