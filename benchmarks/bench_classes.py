@@ -17,7 +17,8 @@ import scipy.sparse as sp
 import torch
 from common import report, row
 
-from augment_reduce.kernels import cpu
+from augment_reduce.fitting import threads
+from augment_reduce.kernels import compiled, cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import Clock, NaturalGradient
@@ -43,6 +44,7 @@ def make_problem(n_classes: int, B: int, S: int, D: int, nnz: int, sampling: str
         method="augment-reduce", noise=Gumbel(), sampler=sampler, n_sampled=sampler.size(S), local=local,
         optimizer=optimizer, prior=None, kernels=cpu,
     )  # fmt: skip
+    problem.may_compile = compiled.possible(problem, torch.float32)
     parameters = Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
     return problem, State(parameters, local.init_state(n_rows, torch.float32), Clock(0, 0))
 
@@ -71,7 +73,7 @@ def measure(n_classes: int, options: argparse.Namespace) -> list[dict[str, objec
         rows = order.choice(problem.n_rows, options.B, replace=False)
         generator.manual_seed(t)
         started = time.perf_counter()
-        state, _ = step(problem, state, rows, Clock(t, 1), generator=generator)
+        state, _ = step(problem, state, rows, Clock(t, 1), generator=generator, want_bound=t % 10 == 0)
         seconds.append(time.perf_counter() - started)
     touched = entries_touched(problem, state, rows, seed=1)
     case = f"{options.class_sampling} K={n_classes:,} B={options.B} S={options.S} D={options.D} nnz={options.nnz}"
@@ -98,8 +100,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
     options = parser.parse_args(arguments)
     if options.tiny:
         options.classes, options.B, options.S, options.steps = [100, 1000], 8, 3, 4
-    torch.set_num_threads(1)
-    results = [line for K in options.classes for line in measure(int(K), options)]
+    with threads(1), torch.inference_mode():
+        results = [line for K in options.classes for line in measure(int(K), options)]
     report(results, save=options.save)
     return results
 
