@@ -131,8 +131,10 @@ def check_parameters(parameters: dict[str, object], noise: Noise) -> None:
     jobs = parameters["n_jobs"]
     if jobs is not None and not (_is_integer(jobs) and int(jobs) != 0):  # type: ignore[call-overload]
         raise ValueError(f"Expected n_jobs to be a whole number other than 0, or None for all cores; found {jobs!r}.")
-    if parameters["device"] not in ("auto", "cpu"):
-        raise ValueError(f"Expected device to be 'auto' or 'cpu', found {parameters['device']!r}.")
+    if parameters["device"] not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"Expected device to be 'auto', 'cpu' or 'cuda', found {parameters['device']!r}.")
+    if parameters["device"] == "cuda" and not torch.cuda.is_available():
+        raise ValueError("Expected a GPU for device='cuda', but torch sees no CUDA device. Use device='cpu' or 'auto'.")
 
 
 def _is_number(value: object) -> bool:

@@ -58,7 +58,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     class_weight : dict, "balanced" or None
     warm_start : bool
         `fit` goes on from where the last one ended, for `max_iter` more steps, on the same rows.
-    device : "auto" or "cpu"
+    device : "auto", "cpu" or "cuda"
+        Where the weights are trained; the results are the same to rounding. "auto" takes a GPU for many weights only.
     n_jobs : int, optional
         Threads; None is all cores. Results do not depend on it.
     dtype : "float32", "float64" or None

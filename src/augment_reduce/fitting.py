@@ -30,6 +30,7 @@ from .vem import Problem, State
 
 GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
 VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
+MANY_WEIGHTS = 2**27  # from which a GPU is worth the way there and back
 
 
 @dataclass
@@ -124,7 +125,36 @@ def threads(n_jobs: int | None) -> Iterator[None]:
         numba.set_num_threads(before_numba)
 
 
+def training_device(option: str, n_weights: int) -> torch.device:
+    """Where the weights are while they are trained. "auto": on a GPU, if there is one and they are many."""
+    on_gpu = option == "cuda" or (option == "auto" and n_weights >= MANY_WEIGHTS and torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def needs_device_kernels(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def move(parameters: Parameters, device: torch.device) -> Parameters:
+    """The parameters with all that belongs to them on `device`, in place."""
+    parameters.weight, parameters.bias = parameters.weight.to(device), parameters.bias.to(device)
+    parameters.weight_state = [s.to(device) for s in parameters.weight_state]
+    parameters.bias_state = [s.to(device) for s in parameters.bias_state]
+    return parameters
+
+
 def run(fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool) -> None:
+    """`run_here`, with the weights on the device that was asked for; back on the CPU whatever happens."""
+    move(fitted.parameters, training_device(options["device"], fitted.parameters.weight.numel()))
+    try:
+        run_here(fitted, settings, rows, options, persistent=persistent)
+    finally:
+        move(fitted.parameters, torch.device("cpu"))
+
+
+def run_here(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool
+) -> None:
     """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
     active = rows.active()
     held_out = np.empty(0, dtype=np.int64)
@@ -181,14 +211,18 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
     from .kernels import compiled
 
     dtype = fitted.parameters.weight.dtype
-    kernels = kernels_for("cpu")
+    kernels, X = kernels_for("cpu"), rows.X
+    if needs_device_kernels(fitted.parameters.weight.device):
+        from .kernels import device as kernels
+
+        X = kernels.DeviceRows.of(X, fitted.parameters.weight.device, dtype)
     prior = None
     if settings.prior_variance is not None:
         prior = Prior.from_counts(
             settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only
         )
     problem = Problem(
-        X=rows.X,
+        X=X,
         active=active,
         n_rows=fitted.rows_seen,
         labels=torch.from_numpy(rows.codes.astype(np.int64, copy=False)),
