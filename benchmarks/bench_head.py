@@ -181,54 +181,57 @@ def graph(report: Report, device: torch.device, sizes: argparse.Namespace) -> No
 def steps(report: Report, device: torch.device, sizes: argparse.Namespace) -> None:
     for D in sizes.D:
         for K in sizes.K:
-            variants: list[dict[str, Any]] = [{"local": "amortised"}, {"local": "fresh"}]
+            variants: dict[str, dict[str, Any]] = {"softmax": {}}
             if sizes.K[-2:][0] == K:  # the second largest: K = 1e6
-                variants += [
-                    {"model": "logistic", "local": "amortised"},
-                    {"model": "probit", "local": "amortised"},
-                    {"local": "amortised", "optimizer": "rowwise-adagrad"},
-                    {"local": "amortised", "optimizer": "adam"},
-                    {"local": "amortised", "dtype": torch.bfloat16},
-                    {"local": "fresh", "class_counts": 1.0 / torch.arange(1, K + 1, dtype=torch.float64)},
-                ]
-            for options in variants:
-                with guarded(report, "steps", f"K={K} D={D} {options.get('model', 'softmax')}"):
-                    one_shape(report, device, sizes, K, D, options)
+                counts = 1.0 / torch.arange(1, K + 1, dtype=torch.float64)
+                variants |= {
+                    "softmax, stratified classes": {"class_counts": counts},
+                    "softmax, fresh": {"local": "fresh"},
+                    "logistic": {"model": "logistic"},
+                    "probit": {"model": "probit"},
+                    "softmax, row-wise Adagrad": {"optimizer": "rowwise-adagrad"},
+                    "softmax, Adam": {"optimizer": "adam"},
+                    "softmax, bfloat16 weights": {"dtype": torch.bfloat16},
+                    "softmax, float32 hidden, tf32": {"precision": "high"},
+                    "softmax, float32 hidden": {"precision": "highest"},
+                }
+            for name, options in variants.items():
+                with guarded(report, "steps", f"{name} K={K} D={D}"):
+                    one_shape(report, device, sizes, name, K, D, **options)
 
 
 def one_shape(
-    report: Report, device: torch.device, sizes: argparse.Namespace, K: int, D: int, options: dict[str, Any]
-) -> None:
-    names = [str(v) for k, v in options.items() if k != "class_counts"] + (
-        ["stratified"] if "class_counts" in options else []
-    )
-    name = (
-        " ".join([] if "model" in options else ["softmax"]) + (" " if "model" not in options else "") + " ".join(names)
-    )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    head = make_head(K, D, min(sizes.S, K), device, **options)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    batches = inputs(K, D, sizes.B, STEPS_IN_GRAPH, dtype, device)
-    shape = {"K": K, "D": D, "B": sizes.B, "S": min(sizes.S, K)}
-    if device.type != "cuda":
-        found = times(lambda: all_steps(head, batches[:2]), 3, 2, device)
-        report.add("steps", name, **shape, **found)
-        return
-    all_steps(head, batches[:1])
+    report: Report, device: torch.device, sizes: argparse.Namespace, name: str, K: int, D: int,
+    precision: str | None = None, **options: Any,
+) -> None:  # fmt: skip
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision or kept)
+    try:
+        head = make_head(K, D, min(sizes.S, K), device, **options)
+        dtype = torch.bfloat16 if device.type == "cuda" and precision is None else torch.float32
+        batches = inputs(K, D, sizes.B, STEPS_IN_GRAPH, dtype, device)
+        shape = {"K": K, "D": D, "B": sizes.B, "S": min(sizes.S, K)}
+        if device.type != "cuda":
+            report.add("steps", name, **shape, **times(lambda: all_steps(head, batches[:2]), 3, 2, device))
+            return
+        extra = extra_memory(lambda: all_steps(head, batches[:1])) + head.sampler.cumulative.numel() * 8e-9
+        eager = times(lambda: all_steps(head, batches), 5, STEPS_IN_GRAPH, device)["ms_p50"]
+        found = times(captured(lambda: all_steps(head, batches)).replay, sizes.repeats, STEPS_IN_GRAPH, device)
+        note = f"without a graph {eager:.2f} ms; floored {head.floored_share:.4f}"
+        report.add("steps", name, **shape, **found, gb=extra, note=note)
+    finally:
+        torch.set_float32_matmul_precision(kept)
+
+
+def extra_memory(call: Callable[[], object]) -> float:
+    """Gigabytes that a second call takes at its peak, beyond what was there."""
+    call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    all_steps(head, batches[:1])
+    call()
     torch.cuda.synchronize()
-    extra = (torch.cuda.max_memory_allocated() - before + head.sampler.cumulative.numel() * 8) / 1e9
-    eager = times(lambda: all_steps(head, batches), 5, STEPS_IN_GRAPH, device)["ms_p50"]
-    replay = captured(lambda: all_steps(head, batches))
-    found = times(replay.replay, sizes.repeats, STEPS_IN_GRAPH, device)
-    report.add(
-        "steps", name, **shape, **found, gb=extra, note=f"eager {eager:.3f} ms, floored {head.floored_share:.4f}"
-    )
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def profiled(
@@ -319,15 +322,7 @@ def exact_peer(
     def call() -> None:
         torch.autograd.grad(loss(hidden, weight, target), [hidden, weight])
 
-    call()
-    extra = 0.0
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        extra = (torch.cuda.max_memory_allocated() - before) / 1e9
+    extra = extra_memory(call) if device.type == "cuda" else 0.0
     found = times(call, 7, 1, device)
     report.add("peers", f"{name}, exact, no update", K=K, D=D, B=sizes.B, **found, gb=extra)
 
@@ -365,7 +360,7 @@ CANDIDATES: dict[str, list[tuple[int, ...]]] = {
         (128, 128, 64, 4, 4, 4), (128, 128, 64, 4, 4, 1), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 3, 4),
         (128, 256, 64, 8, 3, 2), (128, 256, 64, 8, 3, 1),
     ],
-    "update": [(128, 4), (128, 2), (64, 2), (128, 1), (256, 4), (256, 8)],
+    "update": [(128, 2, 2), (128, 1, 2), (128, 1, 1), (256, 1, 2), (512, 1, 4), (512, 2, 4)],
 }  # fmt: skip
 
 
@@ -375,14 +370,14 @@ def tune(report: Report, device: torch.device, sizes: argparse.Namespace) -> Non
         return
     from augment_reduce.kernels import cuda
 
-    kept = dict(cuda.TILES), (cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS)
+    kept = dict(cuda.TILES), (cuda.UPDATE_BLOCK, cuda.UPDATE_FEW, cuda.UPDATE_WARPS)
     K = sizes.K[-2:][0]
     for D in sizes.D:
         for choice in zip(*CANDIDATES.values(), strict=True):
             chosen = dict(zip(CANDIDATES, choice, strict=True))
-            cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS = chosen.pop("update")
+            update = cuda.UPDATE_BLOCK, cuda.UPDATE_FEW, cuda.UPDATE_WARPS = chosen.pop("update")
             cuda.TILES.update({(kernel, D > 256): cuda.Tile(*shape) for kernel, shape in chosen.items()})
-            shapes = {**chosen, "update": (cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS, "splits", *chosen["grad_rows"][5:])}
+            shapes = {**chosen, "update": (*update, "splits", *chosen["grad_rows"][5:])}
             for model in ("softmax", "probit"):
                 with guarded(report, "tune", f"{model} {choice}"):
                     for name, ms, _ in profiled(K, D, sizes, device, {"model": model, "local": "amortised"}):
@@ -390,7 +385,7 @@ def tune(report: Report, device: torch.device, sizes: argparse.Namespace) -> Non
                             shape = shapes["noise" if model == "probit" else name] if name in shapes else ""
                             report.add("tune", f"{name} {shape} {model}", K=K, D=D, ms_p50=ms)
     cuda.TILES.update(kept[0])
-    cuda.UPDATE_BLOCK, cuda.UPDATE_WARPS = kept[1]
+    cuda.UPDATE_BLOCK, cuda.UPDATE_FEW, cuda.UPDATE_WARPS = kept[1]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

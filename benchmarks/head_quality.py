@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from augment_reduce.nn import AugmentReduceHead
 
 FIELDS = ("problem", "method", "K", "D", "B", "S", "rate", "seconds", "steps", "log_likelihood", "machine", "versions")
-METHODS = ("exact", "ours", "ours amortised", "sampled softmax", "probit", "logistic")
+METHODS = ("exact", "ours", "ours fresh", "sampled softmax", "probit", "logistic")
 
 
 @dataclass
@@ -127,7 +127,8 @@ def words(device: torch.device, tiny: bool, folder: str | None) -> Problem:
 
     return Problem(
         "words", lambda rows: context[rows], word, text.n_words, Network, D, (context_test[known], word_test[known]),
-        64 if tiny else 2048, 64 if tiny else 4096, (1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0),
+        64 if tiny else 2048, 64 if tiny else 4096,
+        (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0),
     )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ class Trainer:
         if method == "exact":
             self.head = ExactHead(problem.width, problem.counts, rate)
         else:
-            local = "fresh" if method == "ours" else "amortised"
+            local = "fresh" if method == "ours fresh" else "amortised"
             self.head = AugmentReduceHead(
                 problem.width, problem.n_classes, model, n_sampled_classes=problem.n_sampled, local=local,
                 class_counts=problem.counts, optimizer="adagrad", learning_rate=rate, device=device,
@@ -274,6 +275,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS[:4]))
     parser.add_argument("--seconds", type=float, default=60.0, help="of exact softmax")
     parser.add_argument("--ours", type=float, default=10.0, help="seconds of the others")
+    parser.add_argument("--sampled", type=int, default=None, help="|S|, instead of the problem's own")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.1], help="of Adagrad")
     parser.add_argument("--folder", default=None, help="where WordNet's definitions are")
     parser.add_argument("--out", default=str(Path(__file__).with_name("head_quality.csv")))
@@ -285,6 +287,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in args.only:
         problem = made[name]()
+        problem.n_sampled = args.sampled or problem.n_sampled
         print(f"{name}: {len(problem.labels)} rows, {problem.n_classes} classes", flush=True)
         for method in args.methods:
             for rate in args.rates:

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=HEADS)
     parser.add_argument("--model", default="softmax", help="of ours: softmax, probit, logistic")
-    parser.add_argument("--local", default=None, help="of ours: amortised, fresh")
+    parser.add_argument("--local", default="amortised", help="of ours: amortised, fresh")
     parser.add_argument("--sampled", type=int, default=2048, help="classes drawn a step")
     parser.add_argument("--features", type=int, default=128)
     parser.add_argument("--width", type=int, default=64, help="of an embedding")

@@ -70,7 +70,7 @@ TILES: dict[tuple[str, bool], Tile] = {
 }
 FLOAT32 = Tile(64, 64, 32, 4, 2)
 CHUNK = 16  # places of one class that are added up at a time
-UPDATE_BLOCK, UPDATE_WARPS = 128, 2  # features of a program
+UPDATE_BLOCK, UPDATE_FEW, UPDATE_WARPS = 128, 2, 1  # features of a program, places it looks at first
 
 
 class Saved(NamedTuple):
@@ -360,7 +360,8 @@ def _update(
         rule.steps, step.counter, S, D, n, K, step.key, rule.eps,
         math.log(beta1), math.log(beta2), 1.0 - beta1, 1.0 - beta2,
         KIND=rule.kind, LAZY=rule.lazy, HAS_BIAS=has_bias, PER_ROW=per_row, ROUND=weight.dtype == torch.bfloat16,
-        SPLITS=splits, FEW=2, CHUNK=CHUNK, BLOCK_D=block_d, num_warps=UPDATE_WARPS if block_d <= 128 else 8,
+        SPLITS=splits, FEW=UPDATE_FEW, CHUNK=CHUNK, BLOCK_D=block_d,
+        num_warps=8 if whole_row and block_d > 128 else UPDATE_WARPS,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class AugmentReduceHead(nn.Module):
     - `n_sampled_classes`: |S|, shared by the minibatch; `class_sampling`: how they are drawn (`nn/_draw.py`). By
       default "stratified-shared" with `class_counts` (K,), the training rows of each class, else "uniform-shared";
     - `local`: where each row's q comes from (`nn/_local.py`): "amortised", "persistent" (needs `n_rows`, and `index` at
-      every call) or "fresh", a second sample. By default "fresh" for softmax, "amortised" for the others;
+      every call) or "fresh", corrected by a second sample;
     - `optimizer`: None gives weight and bias row-sparse gradients (`sparse_grad=False`: dense ones), for a torch
       optimiser of yours. "adagrad", "rowwise-adagrad", "adam" or an object of `augment_reduce.optim` lets the backward
       pass itself move the touched rows, once per call of backward; keep weight and bias out of your optimiser then;
@@ -63,7 +63,7 @@ class AugmentReduceHead(nn.Module):
         n_sampled_classes: int | None = None,
         class_sampling: str | ClassSampler | None = None,
         class_counts: Tensor | np.ndarray | None = None,
-        local: str | None = None,
+        local: str = "amortised",
         n_rows: int | None = None,
         bias: bool = True,
         optimizer: str | RowOptimizer | None = None,
@@ -95,10 +95,9 @@ class AugmentReduceHead(nn.Module):
         self.sparse_grad, self.debug = sparse_grad, debug
         size = min(n_classes, 1024) if n_sampled_classes is None else n_sampled_classes
         self.sampler = SharedSampler(n_classes, size, class_sampling, class_counts, device=device)
-        mode = local or ("fresh" if type(self.noise) is Gumbel else "amortised")
         every = self.sampler.n_certain == n_classes  # the second sample is exact then
         self.local = Local(
-            self.noise, in_features, n_classes, mode, n_rows=n_rows, n_nodes=n_nodes, device=device,
+            self.noise, in_features, n_classes, local, n_rows=n_rows, n_nodes=n_nodes, device=device,
             second_share=1.0 if every else SECOND_SHARE,
         )  # fmt: skip
         kept = optimizer is None  # autograd's business, or the row optimiser's
