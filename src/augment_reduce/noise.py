@@ -167,7 +167,7 @@ class Logistic(LocationScale):
         # log(u / (1 - u)). A float32 uniform has steps of 2^-24: no draw beyond ±16.6 and, once in 17 million, u = 0.
         # In float64 the steps are 2^-53: both tails reach ±36.7, and u = 0 (one in 10^16) stands for half a step.
         u = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
-        return torch.logit(u.clamp_min_(2.0**-54)).to(dtype)
+        return torch.logit(u, eps=2.0**-54).to(dtype)
 
 
 class Normal(LocationScale):

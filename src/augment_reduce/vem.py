@@ -163,7 +163,8 @@ def bound_without_local(
     if problem.method == "one-vs-each":
         return (bounds.one_vs_each(gap, log_weight) if want_bound else None), bounds.one_vs_each_grad(gap, log_weight)
     if problem.method == "sampled-softmax":
-        return bounds.sampled_softmax(gap, log_weight), bounds.sampled_softmax_grad(gap, log_weight)
+        value = bounds.sampled_softmax(gap, log_weight) if want_bound else None
+        return value, bounds.sampled_softmax_grad(gap, log_weight)
     if problem.noise.name == "softmax":
-        return bounds.exact_softmax(gap), bounds.exact_softmax_grad(gap)
+        return (bounds.exact_softmax(gap) if want_bound else None), bounds.exact_softmax_grad(gap)
     return bounds.exact_noise(problem.noise, gap, labels)

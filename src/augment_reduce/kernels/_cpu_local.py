@@ -129,7 +129,7 @@ def _hazards(model: int, eps: Array, gap: Array, omega: Array, per_row: int, out
             out[b, s] = eps[b] - gap[b, s]
     if model == PROBIT:
         for i in range(flat.shape[0]):
-            flat[i] = normal(flat[i])[0]
+            flat[i] = normal(flat[i])
     else:
         for i in range(flat.shape[0]):
             flat[i] = logistic(flat[i])
@@ -243,7 +243,10 @@ def natural_gradient(
 def two_draws(noise: Noise, B: int, generator: torch.Generator, dtype: torch.dtype) -> Array:
     """(2, B) draws of the standard q, one for each of the two steps in their order."""
     family = noise.variational_family()
-    return np.stack([family.rsample((B,), generator=generator, dtype=dtype).numpy() for _ in range(2)])
+    draws = torch.empty(2, B, dtype=dtype)
+    for turn in range(2):
+        draws[turn] = family.rsample((B,), generator=generator, dtype=dtype)
+    return draws.numpy()
 
 
 def reparameterised(

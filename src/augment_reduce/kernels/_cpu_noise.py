@@ -20,52 +20,60 @@ from ._cpu_math import _exp32, _exp64, _log32, _log64, exp
 from ._cpu_types import OPTIONS, Array
 
 
-def _normal_of(number: type, exponential: Callable, logarithm: Callable) -> tuple[Callable, Callable]:
-    """x -> ((log Phi)', (log Phi)'') and x -> log Phi, by the table in `noise.Normal`."""
+def _normal_of(number: type, exponential: Callable, logarithm: Callable) -> tuple[Callable, Callable, Callable]:
+    """x -> (log Phi)', x -> (log Phi)'' and x -> log Phi, by the table in `noise.Normal`.
+
+    Each returns one number: of a pair, the compiler makes no vectors. The two sides of zero are ordered, so that
+    clamping infinity between them chooses, as in `noise._by_sign`.
+    """
     kind = torch.float32 if number is np.float32 else torch.float64
     powers = tuple(number(float(c)) for c in _tail_gap_coefficients(kind, torch.device("cpu")))
     centre, centre2, one, minus_half = number(TAIL_CENTRE), number(2.0 * TAIL_CENTRE), number(1.0), number(-0.5)
-    log_norm, zero, far = number(LOG_SQRT_2PI), number(0.0), number(1e18)
+    log_norm, zero, far, infinity = number(LOG_SQRT_2PI), number(0.0), number(1e18), number(np.inf)
 
-    def parts(x: Any) -> tuple:
-        """a = |x|, delta(a), log phi(a)."""
-        a = min(abs(x), far) if x == x else x
+    def tail_gap(a: Any) -> Any:
         w = one / (a + centre)
         t, total = one - centre2 * w, zero
         for power in powers:
             total = total * t + power
-        return a, total * w, minus_half * a * a - log_norm
+        return total * w
 
-    inside = njit(**OPTIONS)(parts)
+    delta = njit(inline="always", **OPTIONS)(tail_gap)
 
-    def slopes(x: Any) -> tuple:
-        a, delta, log_phi = inside(x)
-        rho, phi = a + delta, exponential(log_phi)
-        r = phi / (one - phi / rho)
-        return max(rho, -x) if x < zero else r, -rho * delta if x < zero else -r * (a + r)
+    def hazard(x: Any) -> Any:
+        a = min(abs(x), far) if x == x else x
+        gap = delta(a)
+        phi = exponential(minus_half * a * a - log_norm)
+        r = phi / (one - phi / (a + gap))
+        return max(r, min(abs(x) + gap, infinity if x < zero else -infinity))
+
+    def bend(x: Any) -> Any:
+        a = min(abs(x), far) if x == x else x
+        gap = delta(a)
+        phi = exponential(minus_half * a * a - log_norm)
+        r = phi / (one - phi / (a + gap))
+        return max(-(a + gap) * gap, min(-r * (a + r), -infinity if x < zero else infinity))
 
     def log_cdf(x: Any) -> Any:
-        a, delta, log_phi = inside(x)
-        lower = log_phi - logarithm(a + delta)
-        return lower if x < zero else logarithm(one - exponential(lower))
+        a = min(abs(x), far) if x == x else x
+        lower = minus_half * a * a - log_norm - logarithm(a + delta(a))
+        upper = logarithm(one - exponential(lower))
+        return max(lower, min(upper, -infinity if x < zero else infinity))
 
-    return njit(**OPTIONS)(slopes), njit(**OPTIONS)(log_cdf)
+    hazard, bend, log_cdf = (njit(inline="always", **OPTIONS)(f) for f in (hazard, bend, log_cdf))
+    return hazard, bend, log_cdf
 
 
 _NORMAL = {types.float32: _normal_of(np.float32, _exp32, _log32), types.float64: _normal_of(np.float64, _exp64, _log64)}
 
 
-def normal(x: Any) -> Any:
-    """(log Phi)' and (log Phi)'' of the Normal at x."""
-    raise TypeError("normal() is for compiled code.")
+def _normal_function(name: str, which: int) -> Callable:
+    """A function for compiled code alone, by the type of its argument."""
 
+    def function(x: Any) -> Any:
+        raise TypeError(f"{name} is for compiled code.")
 
-def normal_log_cdf(x: Any) -> Any:
-    """log Phi of the Normal at x, to rounding of one."""
-    raise TypeError("normal_log_cdf() is for compiled code.")
-
-
-def _overload(function: Callable, which: int) -> None:
+    @overload(function, inline="always")
     def typed(x: Any) -> Any:
         compiled = _NORMAL[x][which]
 
@@ -74,11 +82,12 @@ def _overload(function: Callable, which: int) -> None:
 
         return implementation
 
-    overload(function)(typed)
+    return function
 
 
-_overload(normal, 0)
-_overload(normal_log_cdf, 1)
+normal = _normal_function("(log Phi)' of the Normal", 0)
+normal_bend = _normal_function("(log Phi)'' of the Normal", 1)
+normal_log_cdf = _normal_function("log Phi of the Normal", 2)
 
 
 @njit(**OPTIONS)
@@ -90,13 +99,15 @@ def logistic(x: Any) -> Any:
 @njit(cache=True, **OPTIONS)
 def normal_hazard(x: Array, out: Array) -> None:
     for i in range(x.shape[0]):
-        out[i] = normal(x[i])[0]
+        out[i] = normal(x[i])
 
 
 @njit(cache=True, **OPTIONS)
 def normal_slopes(x: Array, out: Array, out2: Array) -> None:
     for i in range(x.shape[0]):
-        out[i], out2[i] = normal(x[i])
+        out[i] = normal(x[i])
+    for i in range(x.shape[0]):
+        out2[i] = normal_bend(x[i])
 
 
 def dlog_cdf(eps: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ class CompiledStep:
             self.flags = (self.by_visits, rule.uses_updated, rule.entropy_gradient)
         self.no_draws = self.none.reshape(0, 0)
         self.no_rows = read_only(self.no_draws)  # as X may be: one compiled signature for all
+        self.scratch_key: tuple[int, int, int] = (-1, 0, 0)
+        self.scratch_kept: tuple = ()
         self.sizes: dict[int, tuple] = {}  # by B: what depends on the size of the minibatch alone
 
     def serves(self, problem: Problem, state: State) -> bool:
@@ -129,10 +131,16 @@ class CompiledStep:
 
     def scratch(self, how: int, arrays: Arrays, csr: tuple, B: int) -> tuple:
         """What the kernels leave as they found it, kept from step to step."""
+        key = (how, B, len(csr[4]))
+        if self.scratch_key == key:
+            return self.scratch_kept
         (K, D), S, dtype = arrays.weight.shape, self.weigh[2], self.dtype
         most, size = min(K, B * (1 + S)), {ROWS: K * D, BIASES: 0, GROUPS: len(csr[4]) or D}[how]
         k = 0 if how == GROUPS else K
         sums = (WORK.array("sum_g", k, dtype), WORK.array("sum_c", k, dtype), WORK.array("sum_seen", k, np.uint8))
         few = cpu._buffers(1, size, most, dtype)[0]
         table, sink = WORK.array("table", 1 << (4 * S).bit_length(), np.int64), WORK.array("sink", 64, dtype)
-        return tuple(few), sums, WORK.array("touched", most + 1, np.int64), *cpu._bias_sums(most, dtype), table, sink
+        touched = WORK.array("touched", most + 1, np.int64)
+        self.scratch_key = key
+        self.scratch_kept = (tuple(few), sums, touched, *cpu._bias_sums(most, dtype), table, sink)
+        return self.scratch_kept
