@@ -14,7 +14,7 @@ from augment_reduce.bounds import Nodes, noise_bound, softmax_bound
 from augment_reduce.local import fit_gaussian
 from augment_reduce.nn import AugmentReduceHead, SharedSampler, _predict, _step
 from augment_reduce.nn._draw import Drawn
-from augment_reduce.nn._local import Local
+from augment_reduce.nn._local import Local, hermite
 from augment_reduce.nn._step import BoundLoss, Step
 from augment_reduce.nn.functional import linear_augment_reduce, linear_sampled_softmax, log_normalizer, log_prob, topk
 from augment_reduce.noise import resolve_noise
@@ -205,6 +205,20 @@ def test_the_prediction_learns_to_be_tight(model):
         head(h, drawn_labels(model, h @ head.weight.T + head.bias, t))
     assert excess() < 0.12
     assert excess() < 0.5 * before
+
+
+@pytest.mark.parametrize("n_classes", [2, 400, 10**7])
+@pytest.mark.parametrize("model", ["probit", "logistic"])
+def test_the_first_q_is_the_best_for_equal_scores(model, n_classes):
+    """E_q[f'] = 0 and precision = -E_q[f''] with f = log phi + (K - 1) log Phi, to a tenth of a deviation."""
+    noise = resolve_noise(model)
+    m, log_precision = Local(noise, D, n_classes, "amortised").offset.double()
+    z, weight = hermite(20, torch.float64, torch.device("cpu"))
+    v = m + z * torch.exp(-0.5 * log_precision)
+    slope = (noise.dlog_prob(v) + (n_classes - 1) * noise.dlog_cdf(v)) @ weight
+    bend = (noise.d2log_prob(v) + (n_classes - 1) * noise.d2log_cdf(v)) @ weight
+    assert abs(float(slope * torch.exp(-0.5 * log_precision))) < 0.1
+    assert abs(float(torch.log(-bend) - log_precision)) < 0.1
 
 
 @pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])

@@ -19,6 +19,7 @@ LEAST, TINY = tl.constexpr(1e-2), tl.constexpr(1e-37)
 FIELDS = tl.constexpr(16)  # scalars a block of rows reports, see `finish`
 USED = tl.constexpr(11)
 AT_ONCE = tl.constexpr(32)
+LARGEST_MOVE, WIDEST = tl.constexpr(5.0), tl.constexpr(0.25)
 
 
 @triton.jit
@@ -147,9 +148,11 @@ def finish(
             rho = (tl.exp(tl.minimum(used + slope - predicted, largest)) - 1.0) * seen
         else:
             precision = tl.exp(log_precision)
-            reach = 2.0 / tl.sqrt(precision)
-            move = tl.minimum(tl.maximum(slope / precision, -reach), reach)
-            rho = tl.minimum(tl.maximum(used + move - predicted, -2.0), 2.0) * seen
+            move = slope / tl.maximum(precision, WIDEST)
+            if not FLOOR:
+                reach = 2.0 / tl.sqrt(precision)
+                move = tl.minimum(tl.maximum(move, -reach), reach)
+            rho = tl.minimum(tl.maximum(used + move - predicted, -LARGEST_MOVE), LARGEST_MOVE) * seen
             off = -bend / precision - 1.0 + log_precision - tl.load(Predicted + B + b, mask=in_b, other=0.0)
             rho_2 = tl.minimum(tl.maximum(off, -1.0), 1.0) * seen
         tl.store(out + 4, tl.sum(label * seen, axis=0))

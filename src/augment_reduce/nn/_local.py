@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..local import fit_gaussian
+from ..local import newton_move
 from ..noise import Gumbel, Noise
 from . import _hash
 from ._state import Kept, buffer
@@ -33,6 +33,7 @@ OFFSET_RATE, SLOPE_RATE, LABEL_RATE = 0.3, 0.7, 0.5  # together below 2: see `Lo
 MEAN_RATE = 0.01  # of the running means of h and psi_y
 SECOND_SHARE = 0.5  # of "fresh": how far the second sample moves a softmax's c from where it was predicted
 LARGEST_RESIDUAL = 4.0  # of a softmax row without a floor
+LARGEST_MOVE, WIDEST = 5.0, 0.25  # of m in one step, and the least precision to divide by
 REFINE_NODES = 3  # of "fresh": one random draw would add its own noise to that of the second sample
 PRECISION_RANGE = (math.log(1e-2), math.log(1e4))
 MEMORY_POWER = {True: 0.9, False: 0.6}  # of alpha = (2 + visits)^-power: softmax, others (the estimator's choices)
@@ -192,14 +193,16 @@ def residuals(
 
     Softmax: Z~ e^{-c} - 1 (`slope` being log Z~ - c there), cut where `floor` cuts what the weights see. A prediction
     that balances the numbers before they are cut would leave them, once cut, short of pulls: all scores then rise.
-    Others: the Newton move of m, and -f'' / precision - 1, both from the q that was used.
+    Others: the Newton move of m, cut the same way, and -f'' / precision - 1, both from the q that was used.
     """
     if softmax:
         most = math.log1p(LARGEST_RESIDUAL) if floor is None else floor
         return torch.expm1((used + slope - predicted).clamp(max=most))
     precision = used[1].exp()
-    move = torch.clamp(slope / precision, -2.0 * precision.rsqrt(), 2.0 * precision.rsqrt())
-    off = torch.clamp(used[0] + move - predicted[0], -2.0, 2.0)
+    move = slope / precision.clamp_min(WIDEST)
+    if floor is None:  # with one, `slope` is bounded, and a second bound would tilt the balance
+        move = torch.clamp(move, -2.0 * precision.rsqrt(), 2.0 * precision.rsqrt())
+    off = torch.clamp(used[0] + move - predicted[0], -LARGEST_MOVE, LARGEST_MOVE)
     return torch.stack([off, torch.clamp(-bend / precision - 1.0 + used[1] - predicted[1], -1.0, 1.0)])
 
 
@@ -212,9 +215,17 @@ def hermite(n_nodes: int, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 
 
 def _first_guess(noise: Noise, n_classes: int) -> list[float]:
-    """Parts before the first step: what they are when all K scores are equal (to zero)."""
+    """Parts before the first step: what they are when all K scores are equal (to zero).
+
+    Newton from the best q of half as many classes: from far below, where q is narrow, moves are short.
+    """
     if type(noise) is Gumbel:
         return [math.log(n_classes)]
     gap = torch.zeros(1, 1, dtype=torch.float64)
-    m, precision = fit_gaussian(noise, gap, torch.full_like(gap, math.log(n_classes - 1)), n_moves=40)
+    m, precision = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    alpha = torch.full_like(m, 0.7)
+    for doublings in range(math.ceil(math.log2(n_classes - 1)) + 1):
+        log_rest = torch.full_like(gap, min(doublings * math.log(2.0), math.log(n_classes - 1)))
+        for _ in range(8):
+            m, precision, _ = newton_move(noise, gap, log_rest, m, precision, alpha, 5)
     return [float(m), float(torch.log(precision).clamp(*PRECISION_RANGE))]
