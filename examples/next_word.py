@@ -1,4 +1,4 @@
-"""Next-word prediction over 53,775 words, with five output layers side by side.
+"""Next-word prediction over 53,775 words, with four output layers side by side.
 
     python examples/next_word.py --heads ours exact --seconds 120
     python examples/next_word.py --tiny                                # a few seconds, on words invented here

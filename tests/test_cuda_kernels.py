@@ -169,6 +169,35 @@ else:
         with pytest.raises(ValueError, match="but 2 are outside"):
             head(torch.randn(5, 4, generator=rng(1)).to(DEVICE), target)
 
+    @pytest.mark.skipif(INTERPRETED, reason="a CUDA graph needs a GPU")
+    @pytest.mark.parametrize("options", [{}, {"local": "fresh", "optimizer": "adam"}, {"model": "logistic"}], ids=str)
+    def test_a_captured_step_is_the_eager_one(options):
+        """Bit by bit, from the same state: gradient by hidden, weights, optimiser, local state, counters."""
+        head = AugmentReduceHead(
+            64, 5_000, n_sampled_classes=256, generator=rng(0), device=DEVICE, **{"optimizer": "adagrad", **options}
+        )
+        hidden = torch.randn(256, 64, generator=rng(1)).to(DEVICE, torch.bfloat16).requires_grad_()
+        target = torch.randint(50, (256,), generator=rng(2)).to(DEVICE)
+
+        def step():
+            return torch.autograd.grad(head(hidden, target), hidden)[0]
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step(), step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        start = {name: x.clone() for name, x in head.state_dict().items()}
+        graph.replay(), graph.replay()
+        by_graph = {name: x.clone() for name, x in head.state_dict().items()}
+        head.load_state_dict(start)
+        step()
+        assert torch.equal(step(), captured)
+        for name, x in head.state_dict().items():
+            assert torch.equal(x, by_graph[name]), name
+
     @pytest.mark.parametrize(("most", "stretch"), [(1 << 14, 64), (1 << 14, 256), (10, 64)])
     def test_touched_classes_are_sorted(most, stretch, monkeypatch):
         """In stretches, or beyond a size by torch.sort: the same, repeats in the order of their places."""

@@ -49,6 +49,13 @@ def test_lightning_loop():
     load("examples", "lightning_loop").main(n_steps=5)
 
 
+def test_quality_benchmark():
+    arguments = ["--tiny", "--out", "", "--only", "zipf", "words", "--seconds", "0.1", "--ours", "0.1", "--methods"]
+    rows = load("benchmarks", "head_quality").main([*arguments, "exact", "ours", "sampled softmax", "logistic"])
+    assert {row["method"] for row in rows} == {"exact", "ours", "sampled softmax", "logistic"}
+    assert all(-8.0 < row["log_likelihood"] < 0.0 for row in rows)
+
+
 def test_benchmark(tmp_path):
     rows = load("benchmarks", "bench_head").main(["--tiny", "--out", str(tmp_path / "head.csv")])
     assert {row["section"] for row in rows} >= {"steps", "peers"}
