@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-CODE   := src tests benchmarks
+CODE   := src tests benchmarks examples
 
 .PHONY: setup demo test check format clean
 

@@ -134,6 +134,7 @@ def test_samplers_of_the_estimator_are_understood():
         ((6, 7), "between 1 and n_classes=6, found 7"),
         ((6, 0), "between 1 and n_classes=6, found 0"),
         ((1, 1), "at least 2, found 1"),
+        ((2**31, 1), r"below 2\^31"),
         ((6, 2, "uniform"), "found 'uniform'"),
         ((6, 2, UniformPerRow()), "UniformPerRow"),
         ((6, 2, "frequency-shared"), "needs class_counts"),

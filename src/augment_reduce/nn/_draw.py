@@ -151,6 +151,10 @@ def _resolve(class_sampling: str | ClassSampler | None, has_counts: bool) -> str
 def _check_size(n_classes: int, n_sampled_classes: int) -> None:
     if n_classes < 2:
         raise ValueError(f"Expected n_classes of at least 2, found {n_classes}: with one class there is no rest.")
+    if n_classes >= 2**31:
+        raise ValueError(
+            f"Expected n_classes below 2^31, since classes are 32-bit numbers on a GPU; found {n_classes}."
+        )
     if not 1 <= n_sampled_classes <= n_classes:
         raise ValueError(
             f"Expected n_sampled_classes between 1 and n_classes={n_classes}, found {n_sampled_classes}. "

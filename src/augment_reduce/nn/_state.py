@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -26,7 +25,3 @@ class Kept(nn.Module):
 def buffer(module: nn.Module, name: str, value: Tensor, *, saved: bool = True) -> None:
     """Register a buffer; `saved` puts it into the state dict."""
     module.register_buffer(name, value, persistent=saved)
-
-
-def device_of(device: torch.device | str | None) -> torch.device:
-    return torch.device(device) if device is not None else torch.get_default_device()
