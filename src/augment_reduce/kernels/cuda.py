@@ -19,7 +19,6 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from numpy.polynomial import chebyshev
 from torch import Tensor
 
@@ -89,6 +88,15 @@ class Saved(NamedTuple):
     denominator: Tensor
 
 
+def cdiv(n: int, size: int) -> int:
+    """triton.cdiv, which takes the host a hundred times as long."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
 def tile(kernel: str, dtype: torch.dtype, D: int) -> Tile:
     if INTERPRETED:
         return Tile(32, 16, 16, 4, 1, 2)
@@ -123,7 +131,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     node_first, weight_first, _ = _tables(J_first, hidden.device)
     sampler_args = _sampler_args(step, main, second)
     block_d = _block_d(D, 128)
-    grid = (triton.cdiv(B, ROW_BLOCK) + triton.cdiv(S, ROW_BLOCK) + triton.cdiv(S2, ROW_BLOCK),)
+    grid = (cdiv(B, ROW_BLOCK) + cdiv(S, ROW_BLOCK) + cdiv(S2, ROW_BLOCK),)
     memory = local.mode == "persistent" and step.index is not None
     _cuda_prepare.prepare[grid](
         hidden, weight, _or(bias, weight), step.target, _or(step.sample_weight, psi_y), _or(step.index, step.target),
@@ -137,14 +145,14 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         COPY=copied is not hidden, BLOCK=ROW_BLOCK, BLOCK_D=block_d,
     )  # fmt: skip
     shape = tile("scores" if noise == 0 else "noise", dtype, D)
-    blocks = triton.cdiv(max(S, S2), shape.columns)
+    blocks = cdiv(max(S, S2), shape.columns)
     sums = wide(1 if noise == 0 else 3, blocks, B)
     pull = new(B, S, dtype=dtype)
 
     def score(first: int, size: int, at: Tensor, weights: Tensor, store: bool) -> int:
-        n_blocks = triton.cdiv(size, shape.columns)
+        n_blocks = cdiv(size, shape.columns)
         part = slice(first, first + size)
-        _cuda_score.scores[(triton.cdiv(B, shape.rows), n_blocks)](
+        _cuda_score.scores[(cdiv(B, shape.rows), n_blocks)](
             copied, rows[part], row_bias[part], log_weight[part], classes[part], label, at, weights, tail, pull, sums,
             B, size, D, NOISE=noise, J=len(weights), STORE=store, PRECISION=precision, EVEN_D=D % shape.depth == 0,
             BLOCK_B=shape.rows, BLOCK_S=shape.columns, BLOCK_D=shape.depth,
@@ -154,7 +162,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
 
     if fresh:
         n_blocks = score(S, S2, v_first, weight_first, False)
-        _cuda_rows.refine[(triton.cdiv(B, 128),)](
+        _cuda_rows.refine[(cdiv(B, 128),)](
             sums, psi_y, used, v_first, weight_first, v, node, step.counter, local.learned, B, n_blocks, step.key,
             local.second_share,
             NOISE=noise, J_FIRST=J_first, J=J, BLOCK=128,
@@ -164,7 +172,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     per_row = step.reduction == "none"
     row_loss, scale, at_label = wide(B), wide(B), wide(B)
     scaled, scale_columns = (new(B if not per_row else 0, n, dtype=dtype) for n in (D, 16))
-    reports = triton.cdiv(B, REPORT_BLOCK)
+    reports = cdiv(B, REPORT_BLOCK)
     report = wide(reports, 16 + 3 * D)
     loss, denominator = wide(()), wide(())
     _cuda_rows.finish[(reports,)](
@@ -176,7 +184,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         NOISE=noise, J=J, FLOOR=step.floor is not None, LEARN=step.learn, HAS_MEMORY=memory, SCALED=not per_row,
         BLOCK=REPORT_BLOCK, BLOCK_D=block_d,
     )  # fmt: skip
-    _cuda_rows.learn[(triton.cdiv(D, 32) if step.learn else 1,)](
+    _cuda_rows.learn[(cdiv(D, 32) if step.learn else 1,)](
         report, local.slope, local.offset, local.label_slope, local.mean, local.label_mean, local.learned, step.counter,
         step.tally, loss, denominator, D, reports,
         NOISE=noise, LEARN=step.learn, MEAN=step.reduction == "mean", BLOCK=128, BLOCK_D=32,
@@ -221,13 +229,13 @@ def sort_touched(classes: Tensor, label: Tensor, n_classes: int) -> tuple[Tensor
         every = torch.cat([classes.to(torch.int32), torch.where(label >= 0, label, n_classes)])
         ordered, order = torch.sort(every, stable=True)
         return ordered, order.to(torch.int32)
-    blocks = triton.cdiv(n, SORTED)
+    blocks = cdiv(n, SORTED)
     keys = torch.empty(blocks * SORTED, dtype=torch.int64, device=classes.device)
     ordered = torch.empty(n, dtype=torch.int32, device=classes.device)
     order = torch.empty_like(ordered)
     _cuda_update.sort_blocks[(blocks,)](classes, label, keys, S, n, n_classes, BLOCK=SORTED, num_warps=8)
     _cuda_update.merge[(blocks * SORTED // 32,)](
-        keys, ordered, order, n, STEPS=SORTED.bit_length(), BLOCKS=triton.next_power_of_2(blocks), SIZE=SORTED, BLOCK=32
+        keys, ordered, order, n, STEPS=SORTED.bit_length(), BLOCKS=next_power_of_2(blocks), SIZE=SORTED, BLOCK=32
     )
     return ordered, order
 
@@ -303,7 +311,7 @@ def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
     partial = torch.empty(shape.splits if shape.splits > 1 else 0, B, D, dtype=torch.float32, device=out.device)
     one = torch.ones_like(saved.denominator) if step.reduction == "none" else grad
     denominator = one if step.reduction == "none" else saved.denominator
-    _cuda_score.grad_hidden[(triton.cdiv(B, shape.rows), triton.cdiv(D, shape.columns), shape.splits)](
+    _cuda_score.grad_hidden[(cdiv(B, shape.rows), cdiv(D, shape.columns), shape.splits)](
         saved.pull, saved.rows, saved.label_rows, saved.scale, saved.at_label, one, denominator, partial, out, B, S, D,
         SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_B=shape.rows, BLOCK_D=shape.columns, BLOCK_S=shape.depth,
@@ -311,7 +319,7 @@ def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
     )  # fmt: skip
     if shape.splits > 1:
         block_d = _block_d(D, 128)
-        _cuda_score.combine[(triton.cdiv(B, ROW_BLOCK), triton.cdiv(D, block_d))](
+        _cuda_score.combine[(cdiv(B, ROW_BLOCK), cdiv(D, block_d))](
             partial, saved.label_rows, saved.scale, saved.at_label, one, denominator, out, B, D,
             SPLITS=shape.splits, BLOCK_B=ROW_BLOCK, BLOCK_D=block_d,
         )  # fmt: skip
@@ -325,7 +333,7 @@ def _grad_rows(saved: Saved, has_bias: bool) -> tuple[Tensor, Tensor]:
     shape = tile("grad_rows", dtype, D)
     out = torch.empty(shape.splits, S, D, dtype=torch.float32, device=saved.pull.device)
     of_bias = torch.empty(shape.splits, S, dtype=torch.float32, device=saved.pull.device)
-    _cuda_score.grad_rows[(triton.cdiv(S, shape.rows), triton.cdiv(D, shape.columns), shape.splits)](
+    _cuda_score.grad_rows[(cdiv(S, shape.rows), cdiv(D, shape.columns), shape.splits)](
         saved.pull, saved.scaled, saved.scale_columns, out, of_bias, B, S, D,
         HAS_BIAS=has_bias, SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_S=shape.rows, BLOCK_D=shape.columns, BLOCK_B=shape.depth,
@@ -347,14 +355,14 @@ def _update(
     chunks, chunks_bias = (torch.empty(n // CHUNK, size, device=weight.device) for size in (D, 1))
     sum_block = _block_d(D, 128)
     if n >= CHUNK:
-        _cuda_update.sum_chunks[(n // CHUNK, triton.cdiv(D, sum_block))](
+        _cuda_update.sum_chunks[(n // CHUNK, cdiv(D, sum_block))](
             ordered, order, of_class, of_bias, saved.hidden, saved.at_label, chunks, chunks_bias, S, D, n,
             HAS_BIAS=has_bias, SPLITS=splits, CHUNK=CHUNK, BLOCK_D=sum_block,
         )  # fmt: skip
     whole_row = rule.kind == ROWWISE or rule.lazy  # they keep one number a row, which all its features need
-    block_d = triton.next_power_of_2(D) if whole_row else _block_d(D, UPDATE_BLOCK)
+    block_d = next_power_of_2(D) if whole_row else _block_d(D, UPDATE_BLOCK)
     beta1, beta2 = (rule.beta1, rule.beta2) if rule.kind == ADAM else (0.5, 0.5)
-    _cuda_update.update[(n, triton.cdiv(D, block_d))](
+    _cuda_update.update[(n, cdiv(D, block_d))](
         ordered, order, of_class, of_bias, chunks, chunks_bias, saved.hidden, saved.at_label, grad, saved.denominator,
         weight, _or(bias, weight), rule.first, rule.second, rule.first_bias, rule.second_bias, rule.last, rule.rate,
         rule.steps, step.counter, S, D, n, K, step.key, rule.eps,
@@ -371,7 +379,7 @@ def _or(value: Tensor | None, stand_in: Tensor) -> Any:
 
 
 def _block_d(D: int, most: int) -> int:
-    return int(min(most, triton.next_power_of_2(D)))
+    return min(most, next_power_of_2(D))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ on a GPU; `BoundLoss` hangs either into autograd.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,8 +191,12 @@ class BoundLoss(torch.autograd.Function):
 
 
 def _own_precision(tensor: Tensor) -> Any:
-    """A step decides on its own dtypes: autocast around it must not round the scores it sums in float32."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    """A step decides on its own dtypes: autocast around it must not round the scores it sums in float32.
+
+    Asked for only where it is on: entering it takes the host longer than a kernel takes the GPU.
+    """
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
