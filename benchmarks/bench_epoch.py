@@ -24,7 +24,7 @@ from augment_reduce.data import DatasetNotFoundError, load_dataset, random_like
 
 # B, |S|, and epochs a repetition: enough steps for a median, few enough to interleave
 SHAPES = {
-    "mnist": (500, 1, 3.0), "bibtex": (488, 20, 20.0), "omniglot": (541, 50, 1.0), "eurlex-4k": (379, 50, 1.0),
+    "mnist": (500, 1, 20.0), "bibtex": (488, 20, 250.0), "omniglot": (541, 50, 1.0), "eurlex-4k": (379, 50, 1.0),
     "synthetic": (500, 100, 1.0), "amazoncat-13k": (1987, 60, 0.05),
 }  # fmt: skip
 METHODS = {

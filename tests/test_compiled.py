@@ -1,5 +1,6 @@
 """The compiled twins of the E steps and of the whole step make the numbers of the torch operations they stand for."""
 
+import numba
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -7,7 +8,7 @@ import torch
 
 from augment_reduce import local as local_steps
 from augment_reduce import vem
-from augment_reduce.kernels import compiled, cpu, reference
+from augment_reduce.kernels import _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import Clock, NaturalGradient, Reparameterised, StepSize
@@ -152,8 +153,6 @@ def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting,
     found, taken = [], []
     whole_step = compiled.whole_step
     monkeypatch.setattr(compiled, "whole_step", lambda *a: taken.append(1) or whole_step(*a))
-    import numba
-
     threads = numba.get_num_threads()
     numba.set_num_threads(1)
     try:
@@ -164,6 +163,28 @@ def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting,
     finally:
         numba.set_num_threads(threads)
     assert len(taken) == (6 if RULES[name][1].uses_updated else 4)  # rows seen for the first time are vem.step's
+    for key, expected in found[0].items():
+        assert torch.equal(found[1][key], expected), key
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("name", ["our softmax", "paper probit"])
+def test_the_compiled_step_does_not_depend_on_the_number_of_threads(name, kind, monkeypatch):
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
+    used = []
+    with_threads = compiled.CompiledStep.with_threads
+    monkeypatch.setattr(compiled.CompiledStep, "with_threads", lambda *a: used.append(1) or with_threads(*a))
+    found, before = [], numba.get_num_threads()
+    try:
+        for n in (1, 2):
+            numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
+            problem = problem_of(name, kind, Adagrad(), True, False, torch.float32)
+            problem.may_compile = True
+            found.append(trained(problem, torch.float32, False, monkeypatch))
+    finally:
+        numba.set_num_threads(before)
+    assert bool(used) is (numba.config.NUMBA_NUM_THREADS > 1)
     for key, expected in found[0].items():
         assert torch.equal(found[1][key], expected), key
 

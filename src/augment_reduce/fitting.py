@@ -125,6 +125,18 @@ def threads(n_jobs: int | None) -> Iterator[None]:
         numba.set_num_threads(before_numba)
 
 
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """While training, cores belong to our kernels. After a larger operation torch's own threads spin for milliseconds, on
+    the core that the next kernel needs; and the torch operations of a step are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def training_device(option: str, n_weights: int) -> torch.device:
     """Where the weights are while they are trained. "auto": on a GPU, if there is one and they are many."""
     on_gpu = option == "cuda" or (option == "auto" and n_weights >= MANY_WEIGHTS and torch.cuda.is_available())
@@ -186,7 +198,7 @@ def run_here(
         validation=validation_look(problem, state, rows, held_out) if len(held_out) else None,
         bound_gap=bound_gap_look(problem, state, active) if persistent else None,
     )
-    with threads(options["n_jobs"]), TrainingProgress(n_iter, options["verbose"]) as progress:
+    with threads(options["n_jobs"]), one_torch_thread(), TrainingProgress(n_iter, options["verbose"]) as progress:
         progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
         try:
             train(problem, state, schedule, evaluators, progress, fitted.run)

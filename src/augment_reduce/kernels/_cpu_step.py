@@ -45,29 +45,23 @@ def _group(pairs: Array, n_classes: int, bits: int, passes: int) -> tuple:
 
 
 @njit(cache=True, **OPTIONS)
-def whole_step(
-    how: int, seed: int, sorting: tuple, rows: Array, labels: Array, x: Array, csr: tuple, arrays: tuple,
-    rule: tuple, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple, u: Array, scales: Array, each: int,
-    share: Array, scratch: tuple, bound: Array,
+def draw_and_group(
+    how: int, seed: int, sorting: tuple, n_classes: int, labels: Array, table: Array, pairs: Array
+) -> tuple:
+    """The classes of every row, and their pairs by class where that is how to go through them."""
+    _draw(seed, n_classes, labels, pairs, table)
+    return _group(pairs if how == GROUPS else pairs[:0], n_classes, sorting[0], sorting[1])
+
+
+@njit(cache=True, **OPTIONS)
+def from_scores_to_gradients(
+    psi: Array, rows: Array, log_weight: Array, omega: Array, model: int, state: tuple, step: tuple, flags: tuple,
+    u: Array, scales: Array, each: int, bound: Array, grads: Array,
 ) -> int:  # fmt: skip
-    """The step; returns how often the floor acted, or -1, with nothing changed, where a score is not finite."""
-    weight, bias, (few, sums, touched, bias_g, bias_c, table, sink) = arrays[0], arrays[3], scratch
-    (log_weight, omega, S), (bits, passes) = weigh, sorting
-    B, K, total, hits = rows.shape[0], bias.shape[0], 0.0, 0
-    pairs, psi = np.empty((B, 1 + S), np.int64), np.empty((B, 1 + S), bias.dtype)
-    _draw(seed, K, labels, pairs, table)
-    groups = _group(pairs, K, bits, passes) if how == GROUPS else _group(pairs[:0], K, bits, passes)
-    if how == ROWS:
-        score_rows(pairs, x, rows, weight, bias, psi)
-    elif how == BIASES:
-        for b in range(B):
-            for s in range(1 + S):
-                psi[b, s] = bias[pairs[b, s]]
-    elif x.shape[0] > 0:
-        pairs_dense(0, len(groups[0]), groups, x, weight, bias, psi.reshape(-1))
-    else:
-        pairs_sparse(0, len(groups[0]), groups, csr, weight, bias, psi.reshape(-1), sink)
-    gap, grad, grads = np.empty((B, S), bias.dtype), np.empty((B, S), bias.dtype), np.empty((B, 1 + S), bias.dtype)
+    """E and M step: derivatives by all scores in `grads`; how often the floor acted, or -1 where a score is not finite
+    and nothing was touched."""
+    B, S, total, hits = psi.shape[0], psi.shape[1] - 1, 0.0, 0
+    gap, grad = np.empty((B, S), psi.dtype), np.empty((B, S), psi.dtype)
     for b in range(B):
         for s in range(S):
             gap[b, s] = psi[b, 1 + s] - psi[b, 0]
@@ -79,6 +73,40 @@ def whole_step(
     else:
         draw_e_and_m(model, state, rows, gap, omega, 0, step, flags, u, bound, grad)
     with_label(grad, scales, each, grads)
+    return hits
+
+
+@njit(cache=True, **OPTIONS)
+def whole_step(
+    how: int, seed: int, sorting: tuple, rows: Array, labels: Array, x: Array, csr: tuple, arrays: tuple,
+    rule: tuple, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple, u: Array, scales: Array, each: int,
+    share: Array, scratch: tuple, bound: Array,
+) -> int:  # fmt: skip
+    """The step on one thread; returns what `from_scores_to_gradients` does."""
+    weight, bias, (few, sums, touched, bias_g, bias_c, table, sink) = arrays[0], arrays[3], scratch
+    log_weight, omega, S = weigh
+    B = rows.shape[0]
+    pairs, psi, grads = (
+        np.empty((B, 1 + S), np.int64),
+        np.empty((B, 1 + S), bias.dtype),
+        np.empty((B, 1 + S), bias.dtype),
+    )
+    groups = draw_and_group(how, seed, sorting, bias.shape[0], labels, table, pairs)
+    if how == ROWS:
+        score_rows(pairs, x, rows, weight, bias, psi)
+    elif how == BIASES:
+        for b in range(B):
+            for s in range(1 + S):
+                psi[b, s] = bias[pairs[b, s]]
+    elif x.shape[0] > 0:
+        pairs_dense(0, len(groups[0]), groups, x, weight, bias, psi.reshape(-1))
+    else:
+        pairs_sparse(0, len(groups[0]), groups, csr, weight, bias, psi.reshape(-1), sink)
+    hits = from_scores_to_gradients(
+        psi, rows, log_weight, omega, model, state, step, flags, u, scales, each, bound, grads
+    )
+    if hits < 0:
+        return hits
     if how == GROUPS:
         push_groups(0, len(groups[0]), groups, csr, x, grads.reshape(-1), share, arrays, rule, bias_g, bias_c, few)
         push_biases(groups[0], bias_g, bias_c, arrays, rule, few)

@@ -19,16 +19,18 @@ from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
 from ..scores import not_finite
 from . import cpu
-from ._cpu_batch import load, read_only
+from ._cpu_batch import Batch, load, read_only
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS, step_numbers, two_draws
-from ._cpu_step import BIASES, GROUPS, ROWS, whole_step
-from ._cpu_types import Arrays
+from ._cpu_scores import score_pairs
+from ._cpu_step import BIASES, GROUPS, ROWS, draw_and_group, from_scores_to_gradients, whole_step
+from ._cpu_types import Arrays, Groups, Rule
 from ._cpu_work import WORK
 
 if TYPE_CHECKING:
     from ..vem import Problem, State
 
+WORTH_THREADS = 400_000  # multiply-adds of a minibatch's scores from which a second thread pays
 NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
 
@@ -78,31 +80,58 @@ class CompiledStep:
         self, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool
     ) -> tuple[torch.Tensor | None, int] | None:
         """(bound, floor hits) of the step taken, or None, with nothing touched, where `vem.step` has to take it."""
-        problem, rule = self.problem, self.rule
-        softmax = isinstance(rule, NaturalGradient)
+        problem, rule, kind = self.problem, self.rule, self.parameters.weight.dtype
         if not rule.uses_updated and not self.visits[rows].all():
-            return None
-        if not self.few and numba.get_num_threads() > 1:
             return None
         arrays = cpu._arrays(self.parameters, problem.optimizer, problem.prior)
         rows = np.ascontiguousarray(rows, np.int64)
-        x, csr, how = self.rows_for(rows, arrays.weight)
+        batch, x, csr, how = self.rows_for(rows, arrays.weight)
         sort_by, scales, share = self.for_size(len(rows))
         if self.weights is not None:
             scales = self.weights[rows] * scales
         seed = draw_seed(generator)
-        u = self.no_draws if softmax else two_draws(problem.noise, len(rows), generator, self.parameters.weight.dtype)
-        numbers, _ = step_numbers(rule.step_size, clock, self.parameters.weight.dtype)
+        softmax = isinstance(rule, NaturalGradient)
+        u = self.no_draws if softmax else two_draws(problem.noise, len(rows), generator, kind)
         optimizer = cpu._rule(problem.optimizer, clock.iteration, problem.prior, share, self.dtype)
         bound = np.empty(len(rows) if want_bound else 0, self.dtype)
-        hits = whole_step(
-            how, seed, sort_by, rows, self.labels[rows], x, csr, tuple(arrays), tuple(optimizer), self.weigh,
-            MODELS[problem.noise.name], self.held, numbers, self.flags, u, scales, int(self.weights is not None), share,
-            self.scratch(how, arrays, csr, len(rows)), bound,
+        e_step = (
+            MODELS[problem.noise.name], self.held, step_numbers(rule.step_size, clock, kind)[0], self.flags, u, scales,
+            int(self.weights is not None),
         )  # fmt: skip
+        draw = (how, seed, sort_by)
+        if batch is not None and self.worth_threads(batch):
+            hits = self.with_threads(draw, rows, batch, arrays, optimizer, e_step, share, bound)
+        else:
+            hits = whole_step(
+                *draw, rows, self.labels[rows], x, csr, tuple(arrays), tuple(optimizer), self.weigh, *e_step, share,
+                self.scratch(how, arrays, csr, len(rows)), bound,
+            )  # fmt: skip
         if hits < 0:
             raise not_finite()
         return (torch.from_numpy(bound) if want_bound else None), hits
+
+    def worth_threads(self, batch: Batch) -> bool:
+        """Whether there are threads, and multiply-adds enough for two of them."""
+        if numba.get_num_threads() < 2:
+            return False
+        numbers = batch.dense.size // 4 if batch.dense is not None else len(batch.csr.value) if batch.csr else 0
+        return numbers * (1 + self.weigh[2]) > WORTH_THREADS
+
+    def with_threads(
+        self, draw: tuple, rows: np.ndarray, batch: Batch, arrays: Arrays, rule: Rule, e_step: tuple, share: np.ndarray,
+        bound: np.ndarray,
+    ) -> int:  # fmt: skip
+        """The same step with scores and push over all threads, class by class."""
+        B, (log_weight, omega, S) = len(rows), self.weigh
+        pairs = np.empty((B, 1 + S), np.int64)
+        psi, grads = np.empty((B, 1 + S), self.dtype), np.empty((B, 1 + S), self.dtype)
+        table = WORK.array("table", 1 << (4 * S).bit_length(), np.int64)
+        groups = Groups(*draw_and_group(*draw, len(arrays.weight), self.labels[rows], table, pairs))
+        score_pairs(batch, groups, arrays.weight, arrays.bias, psi.reshape(-1))
+        hits = from_scores_to_gradients(psi, rows, log_weight, omega, *e_step, bound, grads)
+        if hits >= 0:
+            cpu._push_groups(groups, batch, B, grads.reshape(-1), share, arrays, rule)
+        return hits
 
     def for_size(self, B: int) -> tuple:
         """(how to sort, N / B, the pairs' shares of the prior) for a minibatch of B rows."""
@@ -117,17 +146,17 @@ class CompiledStep:
             self.sizes[B] = (sorting(B * (1 + S), K), np.array([per_row], self.dtype), share)
         return self.sizes[B]
 
-    def rows_for(self, rows: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, tuple, int]:
-        """(dense rows, sparse rows, how to go through them)."""
+    def rows_for(self, rows: np.ndarray, weight: np.ndarray) -> tuple[Batch | None, np.ndarray, tuple, int]:
+        """(the minibatch where it was loaded and is not empty, its dense rows, its sparse rows, how to go through)."""
         if self.few:
             x = cpu._read_in_place(self.problem.X, rows, weight)
             if x is not None:
-                return x, tuple(cpu._csr(None, len(rows), self.dtype)), ROWS
+                return None, x, tuple(cpu._csr(None, len(rows), self.dtype)), ROWS
         batch = load(self.problem.X, rows, self.dtype, n_classes=1 + self.weigh[2]) if weight.shape[1] else None
         csr = tuple(cpu._csr(batch, len(rows), self.dtype))
         if batch is None or batch.empty:
-            return self.no_rows, csr, BIASES
-        return (self.no_rows if batch.dense is None else read_only(batch.dense)), csr, GROUPS
+            return None, self.no_rows, csr, BIASES
+        return batch, self.no_rows if batch.dense is None else read_only(batch.dense), csr, GROUPS
 
     def scratch(self, how: int, arrays: Arrays, csr: tuple, B: int) -> tuple:
         """What the kernels leave as they found it, kept from step to step."""
