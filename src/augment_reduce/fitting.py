@@ -127,8 +127,8 @@ def threads(n_jobs: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """While training, cores belong to our kernels. After a larger operation torch's own threads spin for milliseconds, on
-    the core that the next kernel needs; and the torch operations of a step are small."""
+    """While training, cores belong to our kernels: after a larger operation torch's own threads spin for milliseconds
+    on the core that the next kernel needs. The torch operations of a step are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
