@@ -50,8 +50,9 @@ def penalised(clf, X, y, prior_variance):
 def test_augment_reduce_converges_to_maximum_likelihood(model, sampling, size):
     X, y = rows()
     clf = AugmentReduceClassifier(
-        model=model, class_sampling=sampling, n_sampled_classes=size, batch_size=40, max_epochs=400, random_state=0
-    ).fit(X, y)
+        model=model, class_sampling=sampling, n_sampled_classes=size, batch_size=40, max_epochs=400,
+        prior_variance=None, random_state=0,
+    ).fit(X, y)  # fmt: skip
     best, _ = optimum(model, X, y)
     assert best - 1e-3 < clf.log_likelihood(X, y) <= best + 1e-9
 
@@ -74,7 +75,9 @@ def test_augment_reduce_converges_to_the_map_optimum(model):
 @pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
 def test_exact_method_converges_too(model):
     X, y = rows()
-    clf = AugmentReduceClassifier(model=model, method="exact", batch_size=200, max_epochs=150, random_state=0).fit(X, y)
+    clf = AugmentReduceClassifier(
+        model=model, method="exact", batch_size=200, max_epochs=150, prior_variance=None, random_state=0
+    ).fit(X, y)
     best, _ = optimum(model, X, y)
     assert best - 1e-4 < clf.log_likelihood(X, y) <= best + 1e-9
 

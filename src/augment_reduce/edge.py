@@ -115,9 +115,13 @@ def check_parameters(parameters: dict[str, object], noise: Noise) -> None:
             raise ValueError(f"Expected {name} to be a whole number >= 1 or None, found {value!r}.")
     for name in ("prior_variance", "learning_rate", "max_epochs"):
         value = parameters[name]
+        if name == "prior_variance" and isinstance(value, str) and value == "auto":
+            continue
         if value is not None and not (_is_number(value) and 0.0 < float(value) < math.inf):  # type: ignore[arg-type]
             hint = (
-                " (a small variance pulls the weights to zero; None is maximum likelihood)" if "prior" in name else ""
+                " (a small variance pulls the weights to zero; None is maximum likelihood, 'auto' our choice)"
+                if "prior" in name
+                else ""
             )
             raise ValueError(f"Expected {name} to be a positive number or None, found {value!r}{hint}.")
     if parameters["max_iter"] is not None and parameters["max_epochs"] is not None:

@@ -46,8 +46,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         "uniform", "uniform-shared", "frequency", "frequency-shared"; "-shared": one draw for the whole minibatch.
     batch_size, max_iter, max_epochs : int, optional
         Rows a step, and how many steps, or passes over the data (set one of the two).
-    prior_variance : float, optional
-        Variance v of a Gaussian prior on weights and biases; None is maximum likelihood.
+    prior_variance : "auto", float or None
+        Variance v of a Gaussian prior on weights and biases. "auto" is 1 for softmax, 0.6 for probit, 2 for logistic
+        (0.6 times the variance of the noise), and none with a preset; None is maximum likelihood.
     optimizer, learning_rate : optional
         "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.
     local_step : optional
@@ -92,7 +93,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         batch_size: int | None = None,
         max_iter: int | None = None,
         max_epochs: float | None = None,
-        prior_variance: float | None = None,
+        prior_variance: float | str | None = "auto",
         optimizer: str | RowOptimizer | None = None,
         learning_rate: float | None = None,
         local_step: str | LocalStep | None = None,

@@ -148,7 +148,7 @@ def fit(
     from .commands import fit_file
 
     parameters = {
-        "model": model, "method": method, "prior_variance": prior_variance, "class_weight": class_weight,
+        "model": model, "method": method, "prior_variance": opt.prior_of(prior_variance), "class_weight": class_weight,
         "preset": preset, "n_sampled_classes": n_sampled_classes, "class_sampling": class_sampling,
         "batch_size": batch_size, "optimizer": optimizer, "learning_rate": learning_rate, "n_jobs": n_jobs,
         "random_state": seed, "max_epochs": max_epochs, "max_iter": max_iter, "early_stopping": early_stopping,

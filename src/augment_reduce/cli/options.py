@@ -153,11 +153,18 @@ PriorVariance = Annotated[
     float | None,
     typer.Option(
         help="Variance of a Gaussian prior on the weights; the smaller, the stronger. "
-        "[dim]Default: no prior (maximum likelihood).[/dim]",
+        "[dim]Default: 1 for softmax, 0.6 for probit, 2 for logistic; inf: none (maximum likelihood).[/dim]",
         show_default=False,
         rich_help_panel=MODEL,
     ),
 ]
+
+
+def prior_of(variance: float | None) -> float | str | None:
+    """What the estimator calls it: nothing said is "auto", infinity is no prior."""
+    return "auto" if variance is None else None if variance == float("inf") else variance
+
+
 ClassWeight = Annotated[
     ClassWeights | None,
     typer.Option(
