@@ -11,7 +11,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -20,24 +20,30 @@ from rich.table import Table
 
 from .data import MultiLabelRows, all_pairs, frequent_labels, keep_labels, load_dataset
 from .estimator import AugmentReduceClassifier
-from .figures import ORANGE, Curve, bound_and_exact, draw_curves
+from .figures import BLUE, INK, ORANGE, Curve, draw_curves
+from .local import NaturalGradient, StepSize
 from .metrics import class_codes, perplexity, precision_at
+from .optim import Adagrad
 
-# Everything that decides how the demo trains, chosen on a tenth of the training packages held out; the test packages
-# were not looked at.
+# Everything that decides how the demo trains. Chosen on a tenth of the training packages, held out; the test packages
+# took no part in it.
 FIT: dict[str, Any] = {
     "model": "softmax",
     "class_sampling": "frequency-shared",
     "n_sampled_classes": 500,
     "batch_size": 512,
-    "optimizer": "adagrad",
-    "learning_rate": 0.1,
+    "prior_variance": 2.0,
+    # The gradient is of the whole sum, so that one pair weighs N / B = 350. An eps well above what a rarely drawn wrong
+    # class receives keeps Adagrad from taking a full step on its first, tiny gradient.
+    "optimizer": Adagrad(learning_rate=0.2, eps=50.0),
+    # A pair is visited once an epoch, and the weights move a lot in between: forget old values of eta quickly.
+    "local_step": NaturalGradient(StepSize(power=0.2)),
 }
-EPOCHS = 5
+EPOCHS = 8
 MIN_COUNT = 5  # dependencies named by fewer training packages are left out
 
 QUICK_EVERY, QUICK_EPOCHS = 20, 3  # --quick: one training package in twenty
-TEST_SAMPLE = 4000  # test pairs looked at after each epoch, for the picture; the numbers at the end are over all
+LOOKED_AT = 4000  # training pairs, and test pairs, looked at after each epoch; the test numbers at the end are over all
 TOP = 6
 
 SHOWCASE = (  # picked for variety, before any prediction was seen
@@ -73,11 +79,11 @@ def run(output_dir: Path, *, seed: int = 0, n_jobs: int | None = None, quick: bo
     console = Console(highlight=False)
     data = load_packages(quick)
     say_what_it_is(console, data)
-    model, on_test = train(data, console, seed=seed, n_jobs=n_jobs, epochs=QUICK_EPOCHS if quick else EPOCHS)
-    results = evaluate(model, data)
-    say_how_good(console, model, data, results)
+    model, looks = train(data, console, seed=seed, n_jobs=n_jobs, epochs=QUICK_EPOCHS if quick else EPOCHS)
+    results = evaluate(model, data, looks)
+    say_how_good(console, data, results)
     say_predictions(console, model, data)
-    draw(picture_path, model, on_test, data)
+    draw(picture_path, model, looks)
     model.save(model_path)
     say_how_to_go_on(console, model_path, picture_path)
     return results
@@ -127,66 +133,83 @@ def find_package(rows: MultiLabelRows, name: str) -> int | None:
 # ---- training and evaluation ----
 
 
+class Looks(NamedTuple):
+    """What was seen after each epoch, over the same pairs each time: the curves of the picture.
+
+    The bound is the exact log likelihood minus the gap that `fit` measures on fixed training pairs of its own: summed
+    over all classes, with each pair's q as it is stored.
+    """
+
+    seconds: list[float]
+    bound: list[float]
+    exact: list[float]
+    test: list[float]
+
+
 def train(
     data: DemoData, console: Console, *, seed: int, n_jobs: int | None, epochs: int
-) -> tuple[AugmentReduceClassifier, Curve]:
-    """Fit epoch by epoch, with a look at some test pairs in between, for the picture: nothing is chosen by them."""
-    pairs, test_pairs = all_pairs(data.train), all_pairs(data.test)
-    names = data.class_names
+) -> tuple[AugmentReduceClassifier, Looks]:
+    """Fit epoch by epoch, looking at some pairs in between: for the picture, nothing is chosen by them."""
+    names, pairs = data.class_names, all_pairs(data.train)
     X, y = pairs.X, names[pairs.y]
-    looked_at = np.random.default_rng(seed).permutation(len(test_pairs))[:TEST_SAMPLE]
-    X_test, y_test = data.test.X[test_pairs.rows[looked_at]], names[test_pairs.y[looked_at]]
-
+    train_look, test_look = (some_pairs(rows, names, seed) for rows in (data.train, data.test))
     model = AugmentReduceClassifier(**FIT, max_epochs=1, warm_start=True, random_state=seed, n_jobs=n_jobs)
-    seconds: list[float] = []
-    on_test: list[float] = []
-    console.print(f"\nTraining: {', '.join(f'{k} {v}' for k, v in FIT.items())}.", style="dim")
-    with _progress(epochs) as bar:
-        task = bar.add_task("starting", total=epochs)
+    looks = Looks([], [], [], [])
+    console.print(f"\nTraining: {', '.join(f'{name} {value}' for name, value in FIT.items())}.", style="dim")
+    with _progress() as bar:
+        task = bar.add_task("epoch 1", total=epochs)
         for epoch in range(1, epochs + 1):
             model.fit(X, y)
-            history = model.history_
-            seconds.append(float(history["seconds"][-1]))
-            on_test.append(model.log_likelihood(X_test, y_test))
-            bound = history["bound"][-1]
-            status = f"epoch {epoch} of {epochs}   bound {bound:.3f}   exact {bound + history['bound_gap'][-1]:.3f}"
-            bar.update(task, advance=1, description=f"{status}   test {on_test[-1]:.3f}")
+            exact = model.log_likelihood(*train_look)
+            looks.seconds.append(float(model.history_["seconds"][-1]))
+            looks.bound.append(exact - float(model.history_["bound_gap"][-1]))
+            looks.exact.append(exact)
+            looks.test.append(model.log_likelihood(*test_look))
+            status = f"epoch {epoch} of {epochs}   bound {looks.bound[-1]:.3f}   exact {exact:.3f}"
+            bar.update(task, advance=1, description=f"{status}   test {looks.test[-1]:.3f}")
             if not bar.console.is_terminal:
-                bar.console.print(f"{status}   test {on_test[-1]:.3f}   {seconds[-1]:.0f} s")
-    return model, Curve("exact log likelihood, test", seconds, on_test, ORANGE, marker="o")
+                bar.console.print(f"{status}   test {looks.test[-1]:.3f}   {looks.seconds[-1]:.0f} s")
+    return model, looks
 
 
-def _progress(epochs: int) -> Progress:
+def some_pairs(rows: MultiLabelRows, names: np.ndarray, seed: int) -> tuple[Any, np.ndarray]:
+    pairs = all_pairs(rows)
+    chosen = np.random.default_rng(seed).permutation(len(pairs))[:LOOKED_AT]
+    return rows.X[pairs.rows[chosen]], names[pairs.y[chosen]]
+
+
+def _progress() -> Progress:
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
-def evaluate(model: AugmentReduceClassifier, data: DemoData) -> dict[str, Any]:
+def evaluate(model: AugmentReduceClassifier, data: DemoData, looks: Looks) -> dict[str, Any]:
     """Over all test pairs and packages; the dependencies of a package are all those that the model could name."""
     started = time.perf_counter()
     pairs = all_pairs(data.test)
     top = class_codes(model.predict_topk(data.test.X, 5)[0], data.class_names)
-    history = model.history_
     return {
         "test_log_likelihood": model.log_likelihood(pairs.X, data.class_names[pairs.y]),
         "precision_at": precision_at(top, data.test.labels, (1, 5)),
-        "bound": float(history["bound"][-1]),
-        "bound_gap": float(history["bound_gap"][-1]),
-        "training_seconds": float(history["seconds"][-1]),
+        "bound": looks.bound[-1],
+        "exact": looks.exact[-1],
+        "training_seconds": looks.seconds[-1],
         "evaluation_seconds": time.perf_counter() - started,
         "classes": len(model.classes_),
     }
 
 
-def draw(path: Path, model: AugmentReduceClassifier, on_test: Curve, data: DemoData) -> None:
-    exact, bound = bound_and_exact(model.history_)
+def draw(path: Path, model: AugmentReduceClassifier, looks: Looks) -> None:
+    exact = Curve("exact log likelihood,\ntraining pairs", looks.seconds, looks.exact, INK, marker="o")
+    bound = Curve("bound, training pairs", looks.seconds, looks.bound, BLUE, marker="o")
+    test = Curve("exact log likelihood,\ntest pairs", looks.seconds, looks.test, ORANGE, marker="o")
     draw_curves(
         path,
-        [exact, bound, on_test],
+        [exact, bound, test],
         title="The bound rises to the log likelihood it stands for",
-        subtitle=f"which of {len(model.classes_):,} packages will a Debian package depend on; "
-        f"{FIT['n_sampled_classes']} classes sampled a step",
+        subtitle=f"Which of {len(model.classes_):,} packages will a Debian package depend on? A&R softmax, "
+        f"{FIT['n_sampled_classes']} classes sampled a step; a dot an epoch",
         y_label="log likelihood of a (package, dependency) pair, nats",
         shade=(exact.name, bound.name),
     )
@@ -206,9 +229,9 @@ def say_what_it_is(console: Console, data: DemoData) -> None:
     )
 
 
-def say_how_good(console: Console, model: AugmentReduceClassifier, data: DemoData, results: dict[str, Any]) -> None:
+def say_how_good(console: Console, data: DemoData, results: dict[str, Any]) -> None:
     p, ll = results["precision_at"], results["test_log_likelihood"]
-    exact = results["bound"] + results["bound_gap"]
+    exact, bound = results["exact"], results["bound"]
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -222,10 +245,8 @@ def say_how_good(console: Console, model: AugmentReduceClassifier, data: DemoDat
         f"{p[5]:.3f}",
         f"of five guesses; {best_precision(data.test, 5):.3f} would be perfect",
     )
-    grid.add_row("bound", f"{results['bound']:.3f}", "on the training pairs, what was maximised")
-    grid.add_row(
-        "exact log likelihood", f"{exact:.3f}", f"on the training pairs, {results['bound_gap']:.3f} above the bound"
-    )
+    grid.add_row("bound", f"{bound:.3f}", "on training pairs: the part of the objective that the data make")
+    grid.add_row("exact log likelihood", f"{exact:.3f}", f"on training pairs, {exact - bound:.3f} above the bound")
     grid.add_row(
         "seconds", f"{results['training_seconds']:.0f}", f"to train, {results['evaluation_seconds']:.0f} to evaluate"
     )

@@ -112,7 +112,7 @@ def _name_lines(axes: Any, curves: Sequence[Curve], measured: Mapping[str, tuple
     shown = [curve for curve in curves if len(measured[curve.name][0])]
     ends = [float(measured[curve.name][1][-1]) for curve in shown]
     low, high = axes.get_ylim()
-    places = spread(ends, apart=0.105 * (high - low), low=low, high=high)
+    places = spread(ends, apart=0.15 * (high - low), low=low, high=high)
     right = axes.get_xlim()[1]
     for curve, end, place in zip(shown, ends, places, strict=True):
         axes.annotate(
