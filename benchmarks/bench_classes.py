@@ -65,8 +65,8 @@ def entries_touched(problem: Problem, state: State, rows: np.ndarray, seed: int)
     return len(np.unique(np.concatenate(touched)))
 
 
-def measure(n_classes: int, options: argparse.Namespace) -> list[dict[str, object]]:
-    problem, state = make_problem(n_classes, options.B, options.S, options.D, options.nnz, options.class_sampling)
+def measure(n_classes: int, sampling: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    problem, state = make_problem(n_classes, options.B, options.S, options.D, options.nnz, sampling)
     generator, seconds = torch.Generator(), []
     order = np.random.default_rng(1)
     for t in range(1, options.steps + 1):
@@ -76,7 +76,7 @@ def measure(n_classes: int, options: argparse.Namespace) -> list[dict[str, objec
         state, _ = step(problem, state, rows, Clock(t, 1), generator=generator, want_bound=t % 10 == 0)
         seconds.append(time.perf_counter() - started)
     touched = entries_touched(problem, state, rows, seed=1)
-    case = f"{options.class_sampling} K={n_classes:,} B={options.B} S={options.S} D={options.D} nnz={options.nnz}"
+    case = f"{sampling} K={n_classes:,} B={options.B} S={options.S} D={options.D} nnz={options.nnz}"
     multiply_adds = 2 * options.B * (options.S + 1) * options.nnz
     return [
         row("classes", case, "ms per step", [1e3 * s for s in seconds[len(seconds) // 4 :]]),
@@ -84,6 +84,27 @@ def measure(n_classes: int, options: argparse.Namespace) -> list[dict[str, objec
         row("classes", case, "distinct entries touched", [touched]),
         row("classes", case, "bytes that must move (weight and state, read and write)", [16 * touched]),
     ]
+
+
+def plot(results: list[dict[str, object]], path: str) -> None:
+    """Milliseconds a step against K, a line for each way of drawing, with what fits into a 32 MB cache marked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for sampling in ("uniform", "uniform-shared"):
+        rows = [r for r in results if r["quantity"] == "ms per step" and str(r["case"]).startswith(f"{sampling} K=")]
+        K = [int(str(r["case"]).split("K=")[1].split(" ")[0].replace(",", "")) for r in rows]
+        middle, low, high = (np.array([float(str(r[name])) for r in rows]) for name in ("p50", "p20", "p80"))
+        if len(rows):
+            axes.fill_between(K, low, high, alpha=0.15)
+            axes.plot(K, middle, marker="o", label="classes of each row" if sampling == "uniform" else "classes shared")
+    axes.axvline(2**25 / (2 * 4 * 33), color="0.6", linestyle=":")
+    axes.annotate("weights and state\nfill 32 MB", (2**25 / (2 * 4 * 33), 0.3), color="0.4", ha="center", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="classes K", ylabel="milliseconds a step", ylim=(0.2, 30))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
@@ -94,15 +115,23 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--D", type=int, default=32)
     parser.add_argument("--nnz", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--class-sampling", default="uniform")
+    parser.add_argument("--class-sampling", nargs="+", default=["uniform", "uniform-shared"])
+    parser.add_argument("--plot", help="draw time against K into this file")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     if options.tiny:
         options.classes, options.B, options.S, options.steps = [100, 1000], 8, 3, 4
     with threads(1), torch.inference_mode():
-        results = [line for K in options.classes for line in measure(int(K), options)]
+        results = [
+            line
+            for sampling in options.class_sampling
+            for K in options.classes
+            for line in measure(int(K), sampling, options)
+        ]
     report(results, save=options.save)
+    if options.plot:
+        plot(results, options.plot)
     return results
 
 
