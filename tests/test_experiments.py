@@ -36,6 +36,13 @@ def test_moving_average_is_that_of_the_iterations_between_records():
         np.testing.assert_allclose(value, per_iteration[max(0, t - 20) : t].mean(), rtol=1e-12)
 
 
+def test_moving_average_passes_over_records_without_a_value():
+    records, means = np.array([10.0, 12.0, 20.0, 30.0]), np.array([1.0, np.nan, 3.0, 5.0])
+    found = evaluate.moving_average(records, means, window=15)
+    np.testing.assert_allclose(found, [1.0, 1.0, (10 * 1.0 + 8 * 3.0) / 18, (8 * 3.0 + 10 * 5.0) / 18])
+    assert np.isnan(evaluate.moving_average(np.array([1.0]), np.array([np.nan]))[0])
+
+
 def test_seconds_per_epoch_leaves_the_start_out():
     iteration = np.arange(1.0, 101.0)
     history = {"iteration": iteration, "epoch": iteration / 10, "seconds": 50.0 + 0.02 * iteration}

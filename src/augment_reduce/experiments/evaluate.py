@@ -99,13 +99,16 @@ def moving_average(iteration: np.ndarray, values: np.ndarray, window: int = MOVI
     """Mean over the last `window` iterations (over all so far, at the start), from records of means between them.
 
     Record i holds the mean over the iterations (t_{i-1}, t_i]; where the window ends inside a record, that whole
-    record counts.
+    record counts. A record without a value (none of its iterations computed one) counts for nothing.
     """
     ends = np.concatenate([[0.0], iteration])
-    total = np.concatenate([[0.0], np.cumsum(np.diff(ends) * values)])
+    weight = np.where(np.isfinite(values), np.diff(ends), 0.0)
+    total = np.concatenate([[0.0], np.cumsum(weight * np.nan_to_num(values))])
+    count = np.concatenate([[0.0], np.cumsum(weight)])
     start = np.searchsorted(ends, ends[1:] - window, side="right") - 1
     start = np.maximum(start, 0)
-    return (total[1:] - total[start]) / (ends[1:] - ends[start])
+    with np.errstate(invalid="ignore"):  # 0 / 0: nothing measured in the window
+        return (total[1:] - total[start]) / (count[1:] - count[start])
 
 
 def last_finite(values: np.ndarray) -> float:
