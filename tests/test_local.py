@@ -193,3 +193,15 @@ def test_masked_pairs_do_not_matter():
     for noise in (Normal(), Logistic()):
         torch.testing.assert_close(fit_gaussian(noise, masked, ZERO), fit_gaussian(noise, gap, ZERO))
     torch.testing.assert_close(log_eta_tilde(masked, ZERO), log_eta_tilde(gap, ZERO))
+
+
+@pytest.mark.parametrize("noise", [Normal(), Logistic()], ids=lambda noise: noise.name)
+@pytest.mark.parametrize("n_rivals", [9, 10**3, 10**6])
+def test_a_first_fit_arrives_whatever_the_number_of_rivals(noise, n_rivals):
+    """One sampled class that stands for all: twelve moves end where two hundred do."""
+    gap, log_weight = torch.zeros(1, 1, dtype=torch.float64), torch.tensor(math.log(n_rivals), dtype=torch.float64)
+    mu, precision = fit_gaussian(noise, gap, log_weight)
+    best_mu, best_precision = fit_gaussian(noise, gap, log_weight, n_moves=200)
+    torch.testing.assert_close(mu, best_mu, atol=3e-3, rtol=0.0)
+    torch.testing.assert_close(precision, best_precision, atol=0.0, rtol=1e-2)
+    assert best_mu > (1.4 if n_rivals == 9 else 3.0)

@@ -374,14 +374,28 @@ def fit_gaussian(
 ) -> tuple[Tensor, Tensor]:
     """(mu, precision) of the best Gaussian q for these classes, by Newton from where the winner must lie.
 
-    The start is above every sampled rival that is ahead of the label: eps >= gap for the label to have won.
+    The start is the median of what the label had to beat, eps with sum omega log Phi(eps - gap) = -log 2, and no less
+    than zero: from far below it, where q is narrow, moves are short (with a million equal rivals 40 moves had come to
+    0.1 of 4.85).
     """
-    mu = gap.amax(dim=-1).clamp(min=0.0)
+    mu = median_of_the_best_rival(noise, gap, log_weight).clamp(min=0.0)
     precision = torch.ones_like(mu)
     alpha = torch.full_like(mu, 0.7)  # damped: with alpha = 1 the logistic's linear tails make the moves overshoot
     for _ in range(n_moves):
         mu, precision, _ = newton_move(noise, gap, log_weight, mu, precision, alpha, n_nodes)
     return mu, precision
+
+
+def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_halvings: int = 16) -> Tensor:
+    """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
+    top = gap.amax(dim=-1).clamp_min(0.0)  # masked pairs are -inf
+    omega, gap = bounds.unmasked(gap, log_weight)
+    low, high = top - 8.0, top + 40.0
+    for _ in range(n_halvings):
+        middle = 0.5 * (low + high)
+        above = (omega * noise.log_cdf(middle[:, None] - gap)).sum(dim=-1) > -math.log(2.0)
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return 0.5 * (low + high)
 
 
 LOCAL_STEPS: dict[str, type[LocalStep]] = {cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton)}
