@@ -44,7 +44,23 @@ def test_seconds_per_epoch(benchmark_named):
 def test_operations_and_bytes_do_not_depend_on_the_number_of_classes(benchmark_named):
     """From ten thousand classes to a million the same multiply-adds; entries touched within the few that still meet."""
     rows = benchmark_named("bench_classes").main(
-        ["--classes", "1e4", "1e6", "--B", "16", "--S", "10", "--D", "8", "--nnz", "4", "--steps", "4"]
+        [
+            "--classes",
+            "1e4",
+            "1e6",
+            "--B",
+            "16",
+            "--S",
+            "10",
+            "--D",
+            "8",
+            "--nnz",
+            "4",
+            "--steps",
+            "4",
+            "--class-sampling",
+            "uniform",
+        ]
     )
     found = [row for row in rows if row["quantity"] == "multiply-adds per step"]
     assert len({row["p50"] for row in found}) == 1

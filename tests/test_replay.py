@@ -6,7 +6,7 @@ import scipy.io
 import torch
 from conftest import SHARED
 
-from augment_reduce.defaults import Shape, resolve_local, resolve_optimizer
+from augment_reduce.defaults import resolve_local, resolve_optimizer
 from augment_reduce.kernels import cpu, reference
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import as_rows
@@ -61,7 +61,7 @@ def replay(name, kernels, sparse):
         noise = RecordedNormal(torch.from_numpy(draw.copy()) for pair in pairs for draw in pair)
     method = "one-vs-each" if name == "ove" else "augment-reduce"
     local = resolve_local(None, noise, method, "paper")
-    optimizer = resolve_optimizer(None, None, "paper", Shape(N, X.shape[1], K, 0))
+    optimizer = resolve_optimizer(None, None, "paper", N, N)
     weight = torch.from_numpy(record["w0"].T.copy())
     bias = torch.from_numpy(record["b0"][0].copy())
     parameters = Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
