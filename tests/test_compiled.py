@@ -1,13 +1,16 @@
 """The compiled twins of the E steps and of the whole step make the numbers of the torch operations they stand for."""
 
+import gc
+import weakref
+
 import numba
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
 
+from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
-from augment_reduce import vem
 from augment_reduce.kernels import _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels.rows import as_rows
@@ -223,3 +226,21 @@ def test_weights_that_ran_away_are_named_and_nothing_moves():
     assert whole.clock.iteration == 4
     assert (held["visits"] == 1).all()
     assert not bias.any()
+
+
+def test_a_forgotten_model_gives_its_weights_back_at_once():
+    """No cycle keeps them until the garbage collector comes round: they may be gigabytes."""
+    X, y = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60) % 5
+    clf = AugmentReduceClassifier(preset="paper", n_sampled_classes=2, batch_size=20, max_iter=6, random_state=0)
+    clf.fit(X, y)
+    weights = weakref.ref(clf._fitted.parameters)
+    gc.collect()
+    gc.disable()
+    try:
+        clf.fit(X, y)
+        again = weakref.ref(clf._fitted.parameters)
+        assert weights() is None
+        del clf
+        assert again() is None
+    finally:
+        gc.enable()

@@ -89,7 +89,7 @@ def default_adagrad(rate: float | None, n_rows: int, batch_size: int) -> Adagrad
 
     A plain Adagrad takes its full step on an entry's first gradient, however small; the weights of a rarely drawn class
     then jump. With this eps an entry needs about one row's worth of evidence first. On held-out rows it is worth 0.1
-    nat on Bibtex with a prior and 1.1 without, and costs 0.001 on MNIST (docs/defaults.md).
+    nat on Bibtex with a prior and 1.1 without, and costs under 0.001 on MNIST (docs/defaults.md).
     """
     if rate is None:
         rate = 0.1 if n_rows > 2_000 else 0.3

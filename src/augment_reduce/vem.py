@@ -46,7 +46,6 @@ class Problem:
     prior: Prior | None
     kernels: ModuleType
     may_compile: bool = False  # whether kernels/compiled.py may take whole steps, with the same results
-    compiled: Any = None  # its steps, once there are some
 
 
 @dataclass
@@ -56,6 +55,7 @@ class State:
     parameters: Parameters
     local: LocalState
     clock: Clock
+    compiled: Any = None  # kernels/compiled.py's steps from here; on the state, as on the problem it would be a cycle
 
 
 class StepInfo(NamedTuple):
@@ -112,12 +112,12 @@ def take_compiled(
     problem: Problem, state: State, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool
 ) -> StepInfo | None:
     """The step of the compiled twins, or None where they leave it to us."""
-    if problem.compiled is None or not problem.compiled.serves(problem, state):
+    if state.compiled is None or not state.compiled.serves(problem, state):
         from .kernels.compiled import CompiledStep
 
-        problem.compiled = CompiledStep(problem, state)
+        state.compiled = CompiledStep(problem, state)
     with diverged(state):
-        taken = problem.compiled(rows, clock, generator, want_bound)
+        taken = state.compiled(rows, clock, generator, want_bound)
     if taken is None:
         return None
     state.clock = clock
