@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy import sparse
 from typer.testing import CliRunner, Result
 
@@ -21,7 +22,7 @@ from augment_reduce._version import __version__
 from augment_reduce.cli import app, options
 from augment_reduce.data import FORMATS, REDUCTIONS, read_rows, write_npz
 from augment_reduce.edge import METHODS, PRESETS
-from augment_reduce.metrics import class_codes, perplexity, precision_at
+from augment_reduce.metrics import class_codes, expected_calibration_error, perplexity, precision_at
 from augment_reduce.noise import NOISES
 from augment_reduce.optim import OPTIMIZERS
 from augment_reduce.sampler import SAMPLERS
@@ -208,6 +209,8 @@ def test_evaluate_one_label_a_row(place):
     assert result["log_likelihood"] == pytest.approx(np.log(proba[np.arange(80), right]).mean(), rel=1e-5)
     assert result["perplexity"] == pytest.approx(np.exp(-result["log_likelihood"]))
     assert result["accuracy"] == pytest.approx((rank == 0).mean())
+    assert result["confidence"] == pytest.approx(proba.max(1).mean(), rel=1e-5)
+    assert result["calibration_error"] == pytest.approx(expected_calibration_error(proba.max(1), rank == 0), rel=1e-4)
     for k in (1, 3, 5):
         assert result["precision_at"][str(k)] == pytest.approx((rank < k).mean() / k)
 
@@ -225,11 +228,29 @@ def test_evaluate_sets_of_labels(place):
         result = json.loads(done("evaluate", *arguments).stdout)
         assert (result["rows"], result["examples"]) == (80, n_examples)
         assert result["log_likelihood"] == pytest.approx(log_likelihood, rel=1e-5)
+        pairs = np.argwhere(labels) if reduction == "all" else np.column_stack([np.arange(80), first])
+        sure, right = np.exp(log_p.max(1))[pairs[:, 0]], order[pairs[:, 0], 0] == pairs[:, 1]
+        assert result["accuracy"] == pytest.approx(right.mean())
+        assert result["calibration_error"] == pytest.approx(expected_calibration_error(sure, right), rel=1e-4)
         for k in (1, 3, 5):
             hits = np.take_along_axis(labels, order[:, :k], axis=1).sum(1)
             assert result["precision_at"][str(k)] == pytest.approx((hits / k).mean())
     assert "--reduction" in done("evaluate", "--help").stdout
     assert "reduction" in refused("evaluate", place / "sets.safetensors", place / "test.txt")
+
+
+def test_evaluate_draws_a_reliability_diagram(place, tmp_path):
+    arguments = ("evaluate", place / "one.safetensors", place / "test.svm", "--reliability")
+    assert "calibration" in done(*arguments, tmp_path / "p.png").stdout
+    with Image.open(tmp_path / "p.png") as picture:
+        assert min(picture.size) > 500
+    done(*arguments, tmp_path / "p.SVG")
+    assert "test.svm" in (tmp_path / "p.SVG").read_text()
+    assert ".png" in refused(*arguments, tmp_path / "p.txt")
+    assert "Choose another --reliability" in refused(
+        "evaluate", place / "one.safetensors", tmp_path / "p.png", "--reliability", tmp_path / "p.png"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["p.SVG", "p.png"]
 
 
 def test_labels_never_seen_are_refused_or_skipped_and_counted(place, tmp_path):

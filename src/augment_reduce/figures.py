@@ -1,6 +1,6 @@
-"""Pictures of training: the bound next to the exact log likelihood, over time.
+"""Pictures: the bound next to the exact log likelihood, over time; how sure models are next to how right.
 
-Lines carry their names at their right ends, in their own colours, instead of a legend. Nothing here touches
+Lines carry their names in their own colours, at their right ends or above, instead of a legend. Nothing here touches
 matplotlib's global state, and no display is needed.
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .metrics import Reliability
+
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
 BLUE, ORANGE, GREEN, PURPLE, RED = (
     "#2f6db3",
@@ -23,6 +25,7 @@ BLUE, ORANGE, GREEN, PURPLE, RED = (
     "#c0392b",
 )  # told apart by the colour-blind
 FONTS = ["DejaVu Sans"]
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,87 @@ def _span(group: Sequence[int], values: Sequence[float], apart: float, low: floa
     middle = sum(values[i] for i in group) / len(group)
     first = min(max(middle - extent / 2, low), max(low, high - extent))
     return [first + apart * i for i in range(len(group))]
+
+
+# ---- reliability ----
+
+
+@dataclass(frozen=True)
+class Reliable:
+    """One model of a reliability diagram: what it is called, its bins, how it looks."""
+
+    name: str
+    bins: Reliability
+    color: str = BLUE
+    style: str = "-"
+
+
+def draw_reliability(
+    path: Path, panels: Mapping[str, Sequence[Reliable]], *, title: str, subtitle: str = "", format: str | None = None
+) -> None:
+    """Accuracy against confidence, bin by bin, and how many rows each bin has below; a panel for each set of data.
+
+    On the dashed diagonal a model is as often right as it says. Below it, it is too sure; above, not sure enough. The
+    area of a dot is its bin's share of the rows. The numbers beside the names are expected calibration errors.
+    """
+    from matplotlib.figure import Figure
+
+    n_names = max((len(models) for models in panels.values()), default=0)
+    wide, header = 0.55 + 3.5 * len(panels), 1.05 + 0.17 * n_names  # inches
+    tall = header + 2.9 + 1.55
+    figure = Figure(figsize=(wide, tall), dpi=160, facecolor="white")
+    for i, (name, models) in enumerate(panels.items()):
+        left = 0.6 + 3.5 * i
+        main = figure.add_axes((left / wide, 1.55 / tall, 2.8 / wide, 2.8 / tall))
+        below = figure.add_axes((left / wide, 0.5 / tall, 2.8 / wide, 0.85 / tall))
+        _draw_bins(main, below, models)
+        _plain(main, "", "share that is right" if i == 0 else "")
+        _plain(below, "confidence of the first guess", "rows" if i == 0 else "")
+        main.tick_params(labelbottom=False)
+        figure.text(left / wide, 1 - 0.86 / tall, name, fontsize=10, fontweight="bold", color=INK, family=FONTS)
+        for j, model in enumerate(models):
+            place = 1 - (1.05 + 0.17 * j) / tall
+            look: dict[str, Any] = {"fontsize": 8.5, "color": model.color, "family": FONTS}
+            figure.text((left + 0.36) / wide, place, model.name, **look)
+            figure.add_artist(_sample(model, (left / wide, (left + 0.26) / wide), place + 0.045 / tall))
+            figure.text((left + 2.8) / wide, place, f"{model.bins.error:.3f}", ha="right", **look)
+    figure.text(0.6 / wide, 1 - 0.32 / tall, title, fontsize=13, fontweight="bold", color=INK, family=FONTS)
+    figure.text(0.6 / wide, 1 - 0.55 / tall, subtitle, fontsize=9, color=FAINT, family=FONTS)
+    figure.savefig(path, format=format)
+
+
+def _draw_bins(main: Any, below: Any, models: Sequence[Reliable]) -> None:
+    main.plot([0, 1], [0, 1], "--", color=FAINT, linewidth=0.9)
+    for model in models:
+        bins = model.bins
+        filled, look = bins.count > 0, {"color": model.color, "linestyle": model.style}
+        sure, right = bins.confidence[filled], bins.accuracy[filled]
+        main.plot(sure, right, linewidth=1.1, **look)
+        area = 4.0 + 160.0 * bins.weight[filled] / bins.weight.sum()
+        main.scatter(sure, right, s=area, color=model.color, alpha=0.55, linewidths=0)
+        below.stairs(bins.count, bins.edges, linewidth=1.2, **look)
+    main.set_xlim(0.0, 1.0)
+    main.set_ylim(0.0, 1.0)
+    below.set_xlim(0.0, 1.0)
+    below.set_ylim(bottom=0.0)
+    below.yaxis.set_major_locator(_few_whole_numbers())
+
+
+def _sample(model: Reliable, x: tuple[float, float], y: float) -> Any:
+    """A short piece of the model's line, before its name."""
+    from matplotlib.lines import Line2D
+
+    look: dict[str, Any] = {"color": model.color, "linestyle": model.style, "linewidth": 1.6}
+    return Line2D(x, (y, y), **look)
+
+
+def _few_whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=3, integer=True)
+
+
+# ---- what the pictures share ----
 
 
 def _plain(axes: Any, x_label: str, y_label: str) -> None:

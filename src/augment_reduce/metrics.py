@@ -1,9 +1,10 @@
-"""How good predictions are: precision at k against sets of labels, perplexity, and labels as class numbers."""
+"""How good predictions are: precision at k, perplexity, calibration of the first guess; and labels as class numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -46,3 +47,116 @@ def class_codes(labels: np.ndarray, classes: np.ndarray) -> npt.NDArray[np.int64
     order = np.argsort(classes, kind="stable")
     at = order[np.searchsorted(classes, labels, sorter=order).clip(max=len(classes) - 1)]
     return np.where(classes[at] == labels, at, -1).astype(np.int64)
+
+
+# ---- calibration: of the rows that a model is 70 % sure of, are 70 % right? ----
+
+STRATEGIES = ("uniform", "quantile")  # as scikit-learn's calibration_curve calls them
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """How sure and how right a model is, bin by bin of its confidence; M bins, lowest first.
+
+    - `edges`: (M + 1,), bin m holds the confidences in (edges[m], edges[m + 1]], the first one its lower edge too;
+    - `confidence`, `accuracy`: (M,), weighted means over the rows of the bin, NaN where it is empty;
+    - `count`: (M,) rows; `weight`: (M,) sum of their weights, the count itself where none were given.
+    """
+
+    edges: npt.NDArray[np.float64]
+    confidence: npt.NDArray[np.float64]
+    accuracy: npt.NDArray[np.float64]
+    count: npt.NDArray[np.int64]
+    weight: npt.NDArray[np.float64]
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error, sum_m (weight_m / weight) |accuracy_m - confidence_m|."""
+        filled = self.weight > 0.0
+        off = np.abs(self.accuracy[filled] - self.confidence[filled])
+        return float(np.average(off, weights=self.weight[filled]))
+
+
+def reliability_curve(
+    confidence: npt.ArrayLike,
+    correct: npt.ArrayLike,
+    sample_weight: npt.ArrayLike | None = None,
+    *,
+    n_bins: int = 15,
+    strategy: str = "uniform",
+) -> Reliability:
+    """Mean confidence and accuracy of the most probable class, in bins of its probability.
+
+    - `confidence`: (N,) the probability that each row's first guess was given, as in `predict_topk(X, 1)`: O(N)
+      numbers are all this needs, never N x K;
+    - `correct`: (N,) whether that guess was right;
+    - `strategy`: "uniform" cuts [0, 1] into `n_bins` equal lengths; "quantile" gives the bins equal weight, as nearly
+      as rows allow, for a row is never split and equal confidences stay together (so there may be fewer bins).
+
+    Rows of weight zero are as good as absent; a weight of 2 is the same as the row twice.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"Expected strategy to be one of {', '.join(map(repr, STRATEGIES))}, but found {strategy!r}.")
+    if n_bins < 1:
+        raise ValueError(f"Expected n_bins of at least 1, but found {n_bins}.")
+    sure, right, weight = _checked_guesses(confidence, correct, sample_weight)
+    edges = np.linspace(0.0, 1.0, n_bins + 1) if strategy == "uniform" else _equal_mass(sure, weight, n_bins)
+    bins = np.searchsorted(edges[1:-1], sure, side="left")  # a confidence on an edge belongs below it
+    total = np.bincount(bins, weight, minlength=len(edges) - 1).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # 0 / 0: an empty bin
+        mean_sure = np.bincount(bins, weight * sure, minlength=len(total)) / total
+        mean_right = np.bincount(bins, weight * right, minlength=len(total)) / total
+    return Reliability(edges, mean_sure, mean_right, np.bincount(bins, minlength=len(total)), total)
+
+
+def expected_calibration_error(
+    confidence: npt.ArrayLike,
+    correct: npt.ArrayLike,
+    sample_weight: npt.ArrayLike | None = None,
+    *,
+    n_bins: int = 15,
+    strategy: str = "uniform",
+) -> float:
+    """How far confidence is from accuracy, mean over the bins of `reliability_curve`: 0 is calibrated, 1 the worst.
+
+    Of the most probable class alone ("top-label"). Noise counts as error: N rows in M bins of a calibrated model
+    still give up to 0.4 sqrt(M / N).
+    """
+    return reliability_curve(confidence, correct, sample_weight, n_bins=n_bins, strategy=strategy).error
+
+
+def _checked_guesses(
+    confidence: npt.ArrayLike, correct: npt.ArrayLike, sample_weight: npt.ArrayLike | None
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """(confidence, correct, weight) of the rows that count, as float64."""
+    sure, right = np.asarray(confidence, np.float64), np.asarray(correct, np.float64)
+    weight = np.ones(len(sure)) if sample_weight is None else np.asarray(sample_weight, np.float64)
+    if sure.ndim != 1 or right.shape != sure.shape or weight.shape != sure.shape:
+        raise ValueError(
+            f"Expected one confidence, one correct and one weight a row, but found shapes {sure.shape}, {right.shape} "
+            f"and {weight.shape}. Pass predict_topk(X, 1)'s probabilities as probabilities[:, 0]."
+        )
+    for name, bad, values in (
+        ("confidence in [0, 1]", ~((sure >= 0.0) & (sure <= 1.0)), sure),
+        ("correct to be 0 or 1", (right != 0.0) & (right != 1.0), right),
+        ("finite sample_weight >= 0", ~((weight >= 0.0) & np.isfinite(weight)), weight),
+    ):
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(
+                f"Expected {name}, but {int(bad.sum())} of {len(bad)} rows differ; first row {row}: {values[row]}."
+            )
+    counts = weight > 0.0
+    if not counts.any():
+        raise ValueError("Expected at least one row with a weight above zero; found none to compare.")
+    return sure[counts], right[counts], weight[counts]
+
+
+def _equal_mass(sure: npt.NDArray[np.float64], weight: npt.NDArray[np.float64], n_bins: int) -> npt.NDArray[np.float64]:
+    """Edges at the weighted quantiles: edge m is the lowest confidence that has m / n_bins of the weight up to it."""
+    order = np.argsort(sure, kind="stable")
+    share = np.cumsum(weight[order]) / weight.sum()
+    wanted = np.arange(1, n_bins) / n_bins
+    inner = sure[order][np.searchsorted(share, wanted * (1.0 - 1e-12), side="left")]  # 1e-12: sums round
+    low, high = sure[order[[0, -1]]]
+    return np.concatenate([[low], np.unique(inner[inner < high]), [high]])

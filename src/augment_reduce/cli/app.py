@@ -224,13 +224,15 @@ def evaluate(
         ),
     ] = False,
     n_jobs: opt.NJobs = None,
+    reliability: opt.Reliability = None,
     json_output: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
     """Say how good a model is on labelled rows that it has not seen.
 
-    Log likelihood (mean log probability of the right label, exact), perplexity and accuracy are over examples.
-    Precision at k is over rows, against all labels of a row: the share of right ones among the k most probable.
+    Log likelihood (mean log probability of the right label, exact), perplexity, accuracy and calibration error (how far
+    the probability of the first guess is from the share of guesses that are right) are over examples. Precision at k is
+    over rows, against all labels of a row: the share of right ones among the k most probable.
 
     [bold]Example[/]: sets of labels, some of them too rare to have been learned.
 
@@ -239,7 +241,7 @@ def evaluate(
     from .commands import evaluate_file
 
     reading = _reading(format, label_column, ignore_column, zero_based, reduction, label_names)
-    result = evaluate_file(model, data, reading, skip_unseen=skip_unseen, n_jobs=n_jobs)
+    result = evaluate_file(model, data, reading, skip_unseen=skip_unseen, n_jobs=n_jobs, reliability=reliability)
     if json_output:
         show.as_json(result)
     else:

@@ -19,7 +19,7 @@ from scipy import sparse
 
 from ..data import DataFileError
 from ..estimator import AugmentReduceClassifier
-from ..metrics import class_codes, perplexity, precision_at
+from ..metrics import Reliability, class_codes, perplexity, precision_at, reliability_curve
 from .reading import FileRows, Reading, feature_names, read_file
 
 PRECISION_AT = (1, 3, 5)
@@ -30,14 +30,14 @@ RESUME_MAY_CHANGE = ("max_iter", "max_epochs", "learning_rate", "n_jobs")
 # ---- fit ----
 
 
-def check_output(output: Path, inputs: Sequence[Path]) -> None:
+def check_output(output: Path, inputs: Sequence[Path], option: str = "--output") -> None:
     """Refuse a place that cannot be written, before any work is done."""
     if output.is_dir():
         raise IsADirectoryError(f"{output} is a folder; name a file in it, such as {output / 'model.safetensors'}.")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {output.parent} to write {output.name} into. Make it first.")
     if any(output.exists() and given.exists() and output.samefile(given) for given in inputs):
-        raise ValueError(f"{output} is also the data file; writing would destroy it. Choose another --output.")
+        raise ValueError(f"{output} is also a file to be read; writing would destroy it. Choose another {option}.")
     try:
         with tempfile.TemporaryFile(dir=output.parent):
             pass
@@ -168,13 +168,49 @@ def predict_blocks(
 
 
 def evaluate_file(
-    model_path: Path, data: Path, reading: Reading, *, skip_unseen: bool, n_jobs: int | None
+    model_path: Path,
+    data: Path,
+    reading: Reading,
+    *,
+    skip_unseen: bool,
+    n_jobs: int | None,
+    reliability: Path | None = None,
 ) -> dict[str, Any]:
-    """Log likelihood and accuracy over the examples, precision at k over the rows they come from."""
+    """Log likelihood, accuracy and calibration over the examples, precision at k over the rows they come from."""
+    if reliability is not None:
+        check_picture(reliability, [model_path, data])
     model = load_for_prediction(model_path, n_jobs)
     source = read_file(data, reading, model)
     codes = class_codes(source.y, model.classes_)
     seen = codes >= 0
+    _check_seen(seen, source, data, skip_unseen)
+    rows, example_row = np.unique(source.rows[seen], return_inverse=True)
+    X, codes = source.features(rows), codes[seen]
+    with _known_names_unchecked():
+        log_likelihood = model.log_likelihood(source.features(source.rows[seen]), model.classes_[codes])
+    top, confidence = _best(model, X)
+    guessed = top[example_row, 0] == codes
+    bins = reliability_curve(confidence[example_row], guessed)
+    if reliability is not None:
+        _draw_reliability(reliability, data, model_path, bins)
+    return {
+        "model": str(model_path),
+        "data": str(data),
+        "rows": len(rows),
+        "examples": len(codes),
+        "log_likelihood": log_likelihood,
+        "perplexity": perplexity(log_likelihood),
+        "accuracy": float(guessed.mean()),
+        "confidence": float(confidence[example_row].mean()),
+        "calibration_error": bins.error,
+        "precision_at": {str(k): p for k, p in precision_at(top, _relevant(source, rows, model), PRECISION_AT).items()},
+        "skipped_unseen": int((~seen).sum()),
+        "classes": len(model.classes_),
+    }
+
+
+def _check_seen(seen: npt.NDArray[np.bool_], source: FileRows, data: Path, skip_unseen: bool) -> None:
+    """Labels that the model has never seen are refused unless they may be skipped; so is a file with no others."""
     if not seen.all() and not skip_unseen:
         at = int(np.flatnonzero(~seen)[0])
         raise ValueError(
@@ -186,24 +222,34 @@ def evaluate_file(
         raise ValueError(
             f"{data}: none of the {len(seen):,} examples has a label that the model knows. Is it the right file?"
         )
-    rows, example_row = np.unique(source.rows[seen], return_inverse=True)
-    X, codes = source.features(rows), codes[seen]
-    with _known_names_unchecked():
-        log_likelihood = model.log_likelihood(source.features(source.rows[seen]), model.classes_[codes])
+
+
+def _best(model: AugmentReduceClassifier, X: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The numbers of the few most probable classes of each row, and the probability of the first."""
     k_max = min(max(PRECISION_AT), len(model.classes_))
-    top = class_codes(np.concatenate([classes for _, classes, _ in predict_blocks(model, X, k_max)]), model.classes_)
-    return {
-        "model": str(model_path),
-        "data": str(data),
-        "rows": len(rows),
-        "examples": len(codes),
-        "log_likelihood": log_likelihood,
-        "perplexity": perplexity(log_likelihood),
-        "accuracy": float((top[example_row, 0] == codes).mean()),
-        "precision_at": {str(k): p for k, p in precision_at(top, _relevant(source, rows, model), PRECISION_AT).items()},
-        "skipped_unseen": int((~seen).sum()),
-        "classes": len(model.classes_),
-    }
+    blocks = [(classes, probabilities[:, 0]) for _, classes, probabilities in predict_blocks(model, X, k_max)]
+    classes, first = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return class_codes(classes, model.classes_), first.astype(np.float64)
+
+
+def check_picture(path: Path, inputs: Sequence[Path]) -> None:
+    """Refuse a picture that cannot be drawn, before any work is done."""
+    from ..figures import SUFFIXES
+
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"Expected --reliability to name a {', '.join(SUFFIXES)} file, but found {path.name!r}.")
+    check_output(path, inputs, "--reliability")
+
+
+def _draw_reliability(path: Path, data: Path, model_path: Path, bins: Reliability) -> None:
+    from ..figures import Reliable, draw_reliability
+    from ..files import replaced_atomically
+
+    with replaced_atomically(path) as temporary:
+        draw_reliability(
+            temporary, {data.name: [Reliable(model_path.name, bins)]}, title="How sure, how right",
+            subtitle=f"{bins.count.sum():,} examples; beside the name, the error", format=path.suffix[1:].lower(),
+        )  # fmt: skip
 
 
 def _relevant(source: FileRows, rows: npt.NDArray[np.intp], model: AugmentReduceClassifier) -> sparse.csr_matrix:

@@ -40,6 +40,9 @@ class Samplings(StrEnum):
     uniform_shared = "uniform-shared"
     frequency = "frequency"
     frequency_shared = "frequency-shared"
+    head_tail_shared = "head-tail-shared"
+    cache_shared = "cache-shared"
+    conditional = "conditional"
 
 
 class Optimizers(StrEnum):
@@ -275,6 +278,15 @@ OutputTable = Annotated[
     Path,
     typer.Option(
         "--output", "-o", metavar="FILE", help="Where the predictions go; - is the screen.", rich_help_panel=OUTPUT
+    ),
+]
+Reliability = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw how often the model is right against how sure it is: a png, svg or pdf file.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Layout = Annotated[

@@ -74,6 +74,8 @@ def evaluation(result: dict[str, Any]) -> None:
             ("log likelihood", f"{result['log_likelihood']:.4f}", "mean log probability of the right label, exact"),
             ("perplexity", f"{result['perplexity']:,.2f}", f"a uniform guess: {result['classes']:,}"),
             ("accuracy", f"{result['accuracy']:.4f}", "the most probable class is the right one"),
+            ("confidence", f"{result['confidence']:.4f}", "mean probability of that class"),
+            ("calibration", f"{result['calibration_error']:.4f}", "expected error of that probability, in 15 bins"),
             *(
                 (f"precision at {k}", f"{p:.4f}", "over rows, against all their labels")
                 for k, p in result["precision_at"].items()
