@@ -3,7 +3,9 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from augment_reduce.data import DatasetNotFoundError, load_dataset
@@ -75,6 +77,107 @@ def test_time_to_quality(benchmark_named, capsys):
     assert {name.split(": ")[1] for name in found} == {"seconds", "log lik", "P@1", "P@5"}
     assert all(value < 0 for name, value in found.items() if name.endswith("log lik"))
     assert "bibtex" in capsys.readouterr().out
+
+
+def test_scikit_learn_keeps_to_its_time(benchmark_named, capsys):
+    rows = benchmark_named("bench_quality").main(
+        ["--tiny", "--methods", "scikit-learn tuned", "--limit", "50", "--cap", "0.05"]
+    )
+    assert rows == []
+    assert "not done within 0.05 s" in capsys.readouterr().out
+
+
+def test_scikit_learn_is_tuned_on_held_out_rows(benchmark_named):
+    """Labels of pure chance want the strongest prior; labels that follow the features want a weak one."""
+    peers = benchmark_named("peers")
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(400, 6))
+    chance, clear = rng.integers(3, size=400), (4 * X @ rng.normal(size=(6, 3)) + rng.gumbel(size=(400, 3))).argmax(1)
+    C, seconds = peers.tuned_C(SimpleNamespace(X=X, y=chance), cap=60.0, grid=(0.001, 0.1, 10.0))
+    assert C == 0.001
+    assert 0.0 < seconds < 60.0
+    assert peers.tuned_C(SimpleNamespace(X=X, y=clear), cap=60.0, grid=(0.001, 0.1, 10.0))[0] > 0.01
+    trained = peers.logistic_regression(
+        SimpleNamespace(X=X, y=clear, test_X=X, test_y=clear, rows_X=X), Path(), 60.0, tuned=True
+    )
+    assert trained.tuning_seconds > 0.0
+    assert -0.6 < peers.likelihood(trained)["log lik"] < 0.0  # guessing: -1.1
+    assert (trained.top[:, 0] == clear).mean() > 0.8
+
+
+def test_likelihoods_of_peers_by_hand(benchmark_named):
+    """Two labels listed of three, the third floored and counted; marginal scores divided by their sum."""
+    peers = benchmark_named("peers")
+    own, total = peers.label_scores([[(2, 0.5), (0, 0.25)], [(1, 0.8)], [(1, 0.8)]], np.array([0, 1, 2]))
+    np.testing.assert_array_equal(own, [0.25, 0.8, 0.0])
+    np.testing.assert_array_equal(total, [0.75, 0.8, 0.8])
+    plain = peers.likelihood(peers.Trained(np.zeros((3, 5)), (own, total), 1.0))
+    assert plain == {"log lik": pytest.approx(np.log([0.25, 0.8, 1e-5]).mean()), "rows floored": 1.0}
+    divided = peers.likelihood(peers.Trained(np.zeros((3, 5)), (own, total), 1.0, normalised=True))
+    expected = {"log lik, normalised scores": pytest.approx(np.log([1 / 3, 1.0, 1e-5]).mean()), "rows floored": 1.0}
+    assert divided == expected
+
+
+def test_peers_that_are_not_installed_are_named(benchmark_named, monkeypatch, capsys):
+    bench = benchmark_named("bench_quality")
+    monkeypatch.delenv("PECOS_PYTHON", raising=False)
+    assert bench.main(["--tiny", "--methods", "pecos"]) == []
+    assert "pecos is not installed, left out" in capsys.readouterr().out
+
+
+def test_calibration_of_the_models(benchmark_named, tmp_path, capsys):
+    bench = benchmark_named("calibration")
+    files = ["--results", str(tmp_path), "--figure", str(tmp_path / "reliability.png")]
+    models = ["softmax", "exact softmax", "softmax, paper"]
+    rows = bench.main(["--tiny", "--datasets", "bibtex", "--models", *models, "--epochs", "1", *files])
+    assert [row["model"] for row in rows] == models
+    for row in rows:
+        assert 0.0 <= float(row["ECE"]) <= 1.0
+        # an average of |accuracy - confidence| over bins is at least the difference of the averages
+        assert float(row["ECE"]) > abs(float(row["confidence"]) - float(row["accuracy"])) - 1e-4
+    assert [row["bound gap"] == "nan" for row in rows] == [False, True, False]
+    bins = [row for row in bench.read(tmp_path / "reliability.csv") if row["model"] == "softmax"]
+    assert bench.bins_of(bins).error == pytest.approx(float(rows[0]["ECE"]), rel=1e-4)
+    assert (tmp_path / "reliability.png").stat().st_size > 10_000
+    bench.main(["--tiny", "--datasets", "bibtex", "--models", "softmax", "--sampled", "5", "--epochs", "1", *files])
+    capsys.readouterr()
+    bench.main(["--table", *files])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| Bibtex | softmax |") for line in lines) == 2  # one in each table
+    assert any(line.startswith("| Bibtex | softmax | 5 |") for line in lines)
+
+
+def test_a_fit_done_again_replaces_its_row(benchmark_named, tmp_path):
+    bench = benchmark_named("calibration")
+    for value in (1, 2):
+        bench.merge(tmp_path / "t.csv", [{"a": 0, "b": value}, {"a": value, "b": 7}], ("a", "b"), ("a",))
+    assert (tmp_path / "t.csv").read_text() == "a,b\n0,2\n1,7\n2,7\n"
+
+
+def test_shared_classes_against_classes_for_each_row(benchmark_named, tmp_path, capsys):
+    bench = benchmark_named("bench_shared")
+    files = ["--results", str(tmp_path / "shared.csv"), "--figure", str(tmp_path / "shared.png")]
+    rows = bench.main(["--tiny", "--datasets", "bibtex", "--laws", "uniform", "--limit", "50", *files])
+    assert [(row["kind"], row["sampled"]) for row in rows[::2]] == [
+        ("for each row", "20"),
+        ("shared", "20"),
+        ("shared, more", "147"),
+    ]
+    assert len(rows) == 6
+    assert (tmp_path / "shared.png").stat().st_size > 10_000
+    assert capsys.readouterr().out.count("| Bibtex, 146 classes | uniform |") == 3
+
+
+def test_equal_time_is_the_end_of_the_shortest_curve(benchmark_named):
+    bench = benchmark_named("bench_shared")
+
+    def looks(*pairs: tuple[float, float]) -> list[dict[str, float]]:
+        return [{"seconds": s, "epochs": 1.0, "log likelihood": value} for s, value in pairs]
+
+    curves = {("q", "a"): looks((1, -5.0), (4, -3.0)), ("q", "b"): looks((1, -4.0), (16, -2.0))}
+    seconds, values = bench.at_equal_time(curves)
+    assert seconds == 4.0
+    assert values == {("q", "a"): -3.0, ("q", "b"): pytest.approx(-3.0)}  # half way from 1 to 16, in logarithms
 
 
 def test_peak_memory(benchmark_named):
