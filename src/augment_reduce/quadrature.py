@@ -24,6 +24,7 @@ from torch import Tensor
 from .noise import Gumbel, Noise
 
 CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
+DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, since there every small operation costs a launch
 BIN_WIDTHS, DEGREE = (2.0, 1.0, 0.5), 16  # of the interpolation of log Phi: widths to try, points in a bin
 DROP = 34.0  # an integrand is cut off where it is below e^-34 = 2e-15 of its peak
 FIRST_NODES, MAX_NODES = 16, 1 << 15  # the trapezoid starts with 16 intervals and doubles
@@ -103,7 +104,7 @@ class Crowd:
         at = self.at if rows is None else self.at[rows]
         weight = self.weight if rows is None or self.weight is None else self.weight[rows]
         out = torch.empty_like(v)
-        for part in _chunks(v.shape[1], at.numel()):
+        for part in _chunks(v.shape[1], at.numel(), v.device):
             terms = function(v[:, part, None] - at[:, None, :])
             out[:, part] = terms.sum(-1) if weight is None else (terms @ weight[:, :, None])[:, :, 0]
         return out
@@ -114,9 +115,9 @@ class Crowd:
         return torch.nan_to_num(log_ratio + log_below, nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
 
 
-def _chunks(length: int, elements: int) -> Iterator[slice]:
+def _chunks(length: int, elements: int, device: torch.device) -> Iterator[slice]:
     """Slices of an axis, as long as arrays with `elements` for each place on it may be."""
-    step = max(1, CHUNK // max(1, elements))
+    step = max(1, (CHUNK if device.type == "cpu" else DEVICE_CHUNK) // max(1, elements))
     return (slice(start, start + step) for start in range(0, length, step))
 
 
@@ -139,7 +140,7 @@ def grid_for(crowd: Crowd, s: Tensor) -> list[Nodes]:
 def _log_sum(crowd: Crowd, v: Tensor, log_weight: Tensor, s: Tensor) -> Tensor:
     """log P(s) on given nodes: v, log_weight (b, Q), s (b, C) -> (b, C)."""
     total = torch.full_like(s, -math.inf)
-    for part in _chunks(v.shape[1], s.numel()):
+    for part in _chunks(v.shape[1], s.numel(), v.device):
         terms = crowd.log_integrand(v[:, part, None], s[:, None, :], log_weight[:, part, None])
         total = torch.logaddexp(total, terms.logsumexp(1))
     return total
@@ -258,7 +259,7 @@ def _measure(crowd: Crowd, s: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor
     half = 0.5 * (ends[:, 1:] - ends[:, :1])
     v = ends[:, :1] + half * (1.0 + x)
     log_weight, log_f = torch.empty_like(v), torch.empty_like(v)
-    for part in _chunks(len(rows), len(x) * max(crowd.at.shape[1], s.shape[1])):
+    for part in _chunks(len(rows), len(x) * max(crowd.at.shape[1], s.shape[1]), s.device):
         log_weight[part] = crowd.log_below(v[part], rows[part]) + torch.log(half[part])
         each = crowd.log_integrand(v[part, :, None], s[rows[part], None, :], log_weight[part, :, None])
         log_f[part] = each.logsumexp(-1)
@@ -285,7 +286,7 @@ def _padded(crowd: Crowd, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
 def _crowds(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, Crowd]]:
     """The rows in blocks that bound the memory; float64 from here on."""
     width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
-    for block in _chunks(len(psi), max(512, psi.shape[1])):  # 512: room for the nodes where classes are few
+    for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: room for the nodes where classes are few
         yield block, Crowd(noise, psi[block].double(), width)
 
 
@@ -347,7 +348,7 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
             value[block][rows] = log_p = log_f.logsumexp(1)
             density = torch.exp(log_f - log_p[:, None])
             v = torch.where(density > 0.0, v, v.gather(1, density.argmax(1, keepdim=True)))  # no 0 * inf below
-            for part in _chunks(v.shape[1], len(rows) * crowd.at.shape[1]):
+            for part in _chunks(v.shape[1], len(rows) * crowd.at.shape[1], v.device):
                 ratio = noise.dlog_cdf(v[:, part, None] - crowd.at[rows, None, :])
                 pull[rows] += (density[:, None, part] @ ratio)[:, 0]
         others = crowd.spread(pull).scatter(1, label[block], 0.0)

@@ -35,6 +35,7 @@ def class_blocks(
 
 
 def row_blocks(hidden: Tensor, n_classes: int, block: int = BLOCK) -> Iterator[slice]:
+    block = block if hidden.device.type == "cpu" else 16 * block  # a GPU has room, and wants few, large operations
     step = max(1, block // (4 * n_classes))  # quadrature keeps a few float64 arrays of that size
     return (slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step))
 
