@@ -1,14 +1,30 @@
 """Every draw a class sampler can make, with its probability: unbiasedness proved by summing, not by sampling."""
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from augment_reduce.kernels.reference import step_over
-from augment_reduce.sampler import FrequencyPerRow, FrequencyShared, Sampled, UniformPerRow, UniformShared
+from augment_reduce.kernels import reference
+from augment_reduce.kernels.reference import Parameters, step_over
+from augment_reduce.kernels.rows import DenseRows
+from augment_reduce.sampler import (
+    ClassSampler,
+    Conditional,
+    FrequencyPerRow,
+    FrequencyShared,
+    HardNegativeCache,
+    HeadAndTail,
+    Minibatch,
+    Sampled,
+    UniformPerRow,
+    UniformShared,
+)
+from augment_reduce.samplers import conditional
 
 K, SIZE = 5, 2
 COUNTS = torch.tensor([1.0, 4.0, 2.0, 7.0, 3.0], dtype=torch.float64)
@@ -35,6 +51,11 @@ class Script:
 def every_draw(name: str, label: int, script: Script, size: int = SIZE) -> Iterator[tuple[float, Sampled]]:
     """(probability, what the sampler returns) for every outcome of its draw, for one row with this label."""
     labels = torch.tensor([label])
+    if name in LOOKING:
+        if (name, label, size) not in _LOOKED:  # many tests ask for the same draws
+            _LOOKED[name, label, size] = list(every_outcome(looking(name), one_row(label), size, script))
+        yield from _LOOKED[name, label, size]
+        return
     if name == "uniform":
         subsets = list(itertools.combinations(range(K - 1), size))
         for picks in subsets:
@@ -58,3 +79,88 @@ def every_draw(name: str, label: int, script: Script, size: int = SIZE) -> Itera
             sampled = script.with_replacement(sampler, labels, uniforms)
             assert sampled.classes.reshape(-1).tolist() == list(picks)
             yield math.prod(float(q[k]) for k in picks), sampled
+
+
+# The samplers below are not asked for their probabilities: these are measured, as lengths of the stretches of [0, 1)
+# on which the draw as a function of its uniforms does not change.
+
+_LOOKED: dict[tuple[str, int, int], list[tuple[float, Sampled]]] = {}
+LOOKING = ("head-tail-shared", "cache-shared", "conditional")
+
+
+def one_row(label: int, n_classes: int = K, steps_taken: int = 0) -> Minibatch:
+    """Row 1 of three, with scores that are neither alike nor extreme."""
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = (
+        torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((n_classes, 3), n_classes)
+    )
+    X = DenseRows(torch.randn(3, 3, dtype=torch.float64, generator=generator).numpy())
+    return Minibatch(X, np.array([1]), torch.tensor([label]), Parameters(weight, bias, [], []), reference, steps_taken)
+
+
+def looking(name: str, counts: np.ndarray | None = None) -> ClassSampler:
+    """A sampler in the middle of its life: the cache remembers a class, the clusters were made for other weights."""
+    settings = {"power": 0.8, "uniform_share": 0.25}
+    counts = COUNTS.numpy() if counts is None else counts
+    if name == "conditional":
+        return Conditional(n_clusters=2, share=0.3, **settings).bind(counts, reference.draw_without_replacement)
+    if name == "cache-shared":
+        sampler = HardNegativeCache(memory=2, **settings)
+        sampler.bind(counts, reference.draw_without_replacement)
+        last = len(counts) - 1
+        remembered = torch.tensor([[0, 0], [min(2, last), 0], [last, 0]], dtype=torch.int32)
+        heat = torch.tensor([[0.9, 0.0], [0.3, 0.1], [0.5, 0.5]])
+        kept = {"remembered": remembered, "heat": heat, "total": torch.tensor([0.3], dtype=torch.float64)}
+        sampler.resume(kept, same_rows=True)
+        return sampler
+    return HeadAndTail(**settings).bind(counts, reference.draw_without_replacement)
+
+
+def every_outcome(
+    sampler: ClassSampler, minibatch: Minibatch, size: int, script: Script
+) -> Iterator[tuple[float, Sampled]]:
+    """(probability, what was drawn) for every outcome, by every combination of a stretch for each uniform."""
+    draw = functools.partial(drawn_with, sampler, minibatch, size, script)
+    n = draw(None)[1]
+    stretches = [list(stretches_of(lambda u, place=i: draw(at(u, place, n))[0].classes.tolist())) for i in range(n)]
+    for chosen in itertools.product(*stretches):
+        middles = torch.tensor([(low + high) / 2 for low, high in chosen], dtype=torch.float64)
+        yield math.prod(high - low for low, high in chosen), draw(middles)[0]
+
+
+def at(u: float, place: int, n: int) -> Tensor:
+    uniforms = torch.full((n,), 0.5, dtype=torch.float64)
+    uniforms[place] = u
+    return uniforms
+
+
+def drawn_with(
+    sampler: ClassSampler, minibatch: Minibatch, size: int, script: Script, uniforms: Tensor | None
+) -> tuple[Sampled, int]:
+    """What the sampler draws when these are its uniforms, and how many it asked for."""
+    asked = 0
+
+    def scripted(*shape: int, **_: object) -> Tensor:
+        nonlocal asked
+        asked = math.prod(shape)
+        return (torch.full((asked,), 0.5, dtype=torch.float64) if uniforms is None else uniforms).reshape(shape)
+
+    with script.monkeypatch.context() as patch:
+        patch.setattr(torch, "rand", scripted)
+        patch.setattr(conditional, "many_uniforms", lambda B, S, generator: scripted(B, S))
+        return sampler.draw_for(minibatch, size, generator=torch.Generator()), asked
+
+
+def stretches_of(f: Callable[[float], object], n_looks: int = 48) -> Iterator[tuple[float, float]]:
+    """The intervals of [0, 1) on which f is constant, their ends by halving; none below 1 / n_looks."""
+    begin, looks = 0.0, [min(i / n_looks, 1.0 - 2.0**-53) for i in range(n_looks + 1)]
+    for low, high in itertools.pairwise(looks):
+        left = f(low)
+        if f(high) == left:
+            continue
+        while high - low > 1e-15:
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if f(middle) == left else (low, middle)
+        yield begin, high
+        begin = high
+    yield begin, 1.0

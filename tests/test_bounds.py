@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import rng
-from enumerate_draws import K, Script, every_draw
+from enumerate_draws import LOOKING, K, Script, every_draw
 from user_noises import Laplace, StudentT3
 
 from augment_reduce import bounds, quadrature
@@ -13,7 +13,7 @@ from augment_reduce.local import gaussian_nodes
 from augment_reduce.noise import Gumbel, Logistic, Normal
 
 NOISES = [Gumbel(), Normal(), Logistic(), Laplace(), StudentT3()]
-SAMPLERS = ["uniform", "uniform-shared", "frequency", "frequency-shared"]
+SAMPLERS = ["uniform", "uniform-shared", "frequency", "frequency-shared", *LOOKING]
 ZERO = torch.zeros((), dtype=torch.float64)
 
 

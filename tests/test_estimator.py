@@ -10,6 +10,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from user_noises import Laplace, StudentT3
 
 from augment_reduce import AugmentReduceClassifier, FrequencyShared, Gumbel, Normal
+from augment_reduce.sampler import SAMPLERS
 
 
 @parametrize_with_checks(
@@ -68,9 +69,7 @@ def test_softmax_only_methods(method):
         small(method=method, model="probit").fit(X, y)
 
 
-@pytest.mark.parametrize(
-    "sampling", ["uniform", "uniform-shared", "frequency", "frequency-shared", FrequencyShared(0.5)]
-)
+@pytest.mark.parametrize("sampling", [*(name for name in SAMPLERS if name != "all"), FrequencyShared(0.5)])
 def test_every_sampler_by_name_or_object(sampling):
     X, y = rows()
     assert small(class_sampling=sampling, n_sampled_classes=2).fit(X, y).score(X, y) > 0.45

@@ -88,12 +88,12 @@ def test_uniform_weights_are_the_ones_of_the_paper():
     assert float(sampled.log_weight.exp()) == pytest.approx((K - 1) / 4)
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "all"])
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("all", "conditional")])
 def test_more_classes_than_there_are_are_all_others(name):
     sampler = SAMPLERS[name]().bind(np.ones(3), cpu.draw_without_replacement)
     size = sampler.size(1000)
     sampled = draw(sampler, torch.tensor([1]), size)
-    if name.startswith("uniform"):
+    if not name.startswith("frequency"):
         assert size <= 3
         kept = set(sampled.classes.flatten().tolist()) - {1}
         assert kept == {0, 2}

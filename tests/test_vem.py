@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import rng
-from enumerate_draws import COUNTS, K, Script, every_draw
+from enumerate_draws import COUNTS, LOOKING, K, Script, every_draw
 
 from augment_reduce import bounds
 from augment_reduce.kernels import cpu, reference
@@ -66,7 +66,7 @@ def gradient_after_step(problem, local_state):
     return parameters.weight - before
 
 
-@pytest.mark.parametrize("name", ["uniform", "uniform-shared", "frequency", "frequency-shared"])
+@pytest.mark.parametrize("name", ["uniform", "uniform-shared", "frequency", "frequency-shared", *LOOKING])
 @pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
 def test_weight_gradient_is_unbiased_for_the_bound_at_the_q_held(model, name, monkeypatch):
     """Over every draw: the mean weight gradient of a step is autograd's, of the full-sum bound with the old q."""

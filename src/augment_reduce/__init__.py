@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from .local import NaturalGradient, Newton, Reparameterised, StepSize
     from .noise import Gumbel, Logistic, Noise, Normal
     from .optim import Adagrad, Adam, RowwiseAdagrad, SectionFour
-    from .sampler import ClassSampler, FrequencyPerRow, FrequencyShared, UniformPerRow, UniformShared
+    from .sampler import (
+        ClassSampler,
+        Conditional,
+        FrequencyPerRow,
+        FrequencyShared,
+        HardNegativeCache,
+        HeadAndTail,
+        UniformPerRow,
+        UniformShared,
+    )
 
 _HOME = {
     "AugmentReduceClassifier": "estimator",
@@ -27,7 +36,17 @@ _HOME = {
     "load_dataset": "data",
     **dict.fromkeys(("Noise", "Gumbel", "Normal", "Logistic"), "noise"),
     **dict.fromkeys(
-        ("ClassSampler", "UniformPerRow", "UniformShared", "FrequencyPerRow", "FrequencyShared"), "sampler"
+        (
+            "ClassSampler",
+            "UniformPerRow",
+            "UniformShared",
+            "FrequencyPerRow",
+            "FrequencyShared",
+            "HeadAndTail",
+            "HardNegativeCache",
+            "Conditional",
+        ),
+        "sampler",
     ),
     **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local"),
     **dict.fromkeys(("SectionFour", "Adagrad", "RowwiseAdagrad", "Adam"), "optim"),
@@ -38,9 +57,12 @@ __all__ = [
     "Adam",
     "AugmentReduceClassifier",
     "ClassSampler",
+    "Conditional",
     "FrequencyPerRow",
     "FrequencyShared",
     "Gumbel",
+    "HardNegativeCache",
+    "HeadAndTail",
     "Logistic",
     "ModelFileError",
     "NaturalGradient",

@@ -70,6 +70,7 @@ class Fitted:
     bytes_needed: int
     clock: Clock = field(default_factory=lambda: Clock(0, 0))
     local: LocalState = field(default_factory=dict)
+    sampler: dict[str, Tensor] = field(default_factory=dict)  # what a sampler that learns has learned
     run: Run = field(default_factory=Run)
     rows_seen: int = 0
     class_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -178,6 +179,7 @@ def run_here(
         if settings.prior_variance is not None:
             fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts()
     problem = make_problem(fitted, settings, rows, active)
+    problem.sampler.resume(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
     per_epoch = -(-len(active) // settings.batch_size)
@@ -205,6 +207,7 @@ def run_here(
         finally:  # an interrupted fit keeps what it has learned, and can go on from there
             fitted.clock = state.clock
             fitted.local = state.local if persistent else {}
+            fitted.sampler = problem.sampler.kept()
 
 
 def hold_out(active: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ an object of the user's own class cannot be, and is given again to `load`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def encode(value: Any) -> Any:
 
 def _plain_fields(value: Any) -> list[str]:
     """The constructor arguments of a sampler or noise: the attributes that have their names."""
-    return [name for name in ("power", "uniform_share") if hasattr(value, name)]
+    return [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
 
 
 def decode(name: str, value: Any, objects: dict[str, Any]) -> Any:
@@ -83,6 +84,7 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         **{f"weight_state.{i}": s for i, s in enumerate(fitted.parameters.weight_state)},
         **{f"bias_state.{i}": s for i, s in enumerate(fitted.parameters.bias_state)},
         **{f"local.{name}": value for name, value in fitted.local.items()},
+        **{f"sampler.{name}": value for name, value in fitted.sampler.items()},
         **{f"history.{name}": torch.tensor(fitted.run.history[name], dtype=torch.float64) for name in HISTORY},
         **pack_names("classes", estimator.classes_),
     }
@@ -125,13 +127,17 @@ def _fitted(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Fi
     def numbered(prefix: str) -> list[torch.Tensor]:
         return [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]
 
+    def named(prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
     parameters = Parameters(tensors["weight"], tensors["bias"], numbered("weight_state."), numbered("bias_state."))
     fitted = Fitted(
         parameters,
         seed=int(description["seed"]),
         bytes_needed=int(description["bytes_needed"]),
         clock=Clock(*description["clock"]),
-        local={name.removeprefix("local."): value for name, value in tensors.items() if name.startswith("local.")},
+        local=named("local."),
+        sampler=named("sampler."),
         rows_seen=int(description["rows_seen"]),
         class_counts=tensors["class_counts"].numpy(),
         feature_counts=tensors["feature_counts"].numpy(),

@@ -24,7 +24,7 @@ from .kernels.rows import Rows
 from .local import Clock, LocalState, LocalStep
 from .noise import Noise
 from .optim import Prior, RowOptimizer
-from .sampler import ClassSampler
+from .sampler import ClassSampler, Minibatch
 from .scores import Scored, push, score
 
 
@@ -104,6 +104,7 @@ def step(
         problem.kernels, problem.X, scored, grad, row_scale, per_row,
         state.parameters, problem.optimizer, clock.iteration, problem.prior,
     )  # fmt: skip
+    problem.sampler.learn(as_minibatch(problem, state, rows, labels), sampled, grad)
     state.clock = clock  # last: a step that failed has not happened
     return state, StepInfo(bound, floor_hits)
 
@@ -133,12 +134,17 @@ def diverged(state: State) -> Iterator[None]:
         raise FloatingPointError(f"After iteration {state.clock.iteration}: {error}") from None
 
 
+def as_minibatch(problem: Problem, state: State, rows: np.ndarray, labels: Tensor) -> Minibatch:
+    """What the sampler may look at."""
+    return Minibatch(problem.X, rows, labels, state.parameters, problem.kernels, state.clock.iteration)
+
+
 def draw_and_score(
     problem: Problem, state: State, rows: np.ndarray, labels: Tensor, generator: torch.Generator
 ) -> Scored:
     """Sampled classes for these rows, with their gaps psi_k - psi_y (B, S)."""
-    dtype = state.parameters.weight.dtype
-    sampled = problem.sampler.draw(labels, problem.n_sampled, generator=generator, dtype=dtype)
+    minibatch = as_minibatch(problem, state, rows, labels)
+    sampled = problem.sampler.draw_for(minibatch, problem.n_sampled, generator=generator)
     with diverged(state):
         return score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
 

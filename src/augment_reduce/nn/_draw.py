@@ -20,7 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..sampler import AllClasses, ClassSampler, FrequencyShared, UniformShared
+from ..sampler import (
+    AllClasses,
+    ClassSampler,
+    FrequencyShared,
+    HardNegativeCache,
+    HeadAndTail,
+    UniformShared,
+    certain_classes,
+    frequencies,
+)
 from . import _hash
 from ._state import Kept, buffer
 
@@ -58,7 +67,7 @@ class SharedSampler(Kept):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(class_sampling, FrequencyShared):
+        if isinstance(class_sampling, FrequencyShared | HeadAndTail):
             power, uniform_share = class_sampling.power, class_sampling.uniform_share
         self.name = _resolve(class_sampling, class_counts is not None)
         self.kind = KINDS[self.name]
@@ -71,7 +80,8 @@ class SharedSampler(Kept):
         elif self.kind != UNIFORM:
             q = frequencies(_checked_counts(class_counts, n_classes, self.name), power, uniform_share)
             if self.kind == STRATA:
-                certain, q = _certain_and_rest(q, n_sampled_classes)
+                certain = torch.from_numpy(certain_classes(q, n_sampled_classes))
+                q[certain.numpy()] = 0.0
             cumulative = torch.from_numpy(np.cumsum(q))
         self.n_sampled, self.n_certain = n_sampled_classes, len(certain)
         buffer(self, "certain", certain.to(device), saved=False)
@@ -106,45 +116,19 @@ class SharedSampler(Kept):
         return f"{self.name}, {self.n_sampled} of {self.n_classes}, {self.n_certain} of them always"
 
 
-def frequencies(counts: np.ndarray, power: float, uniform_share: float) -> np.ndarray:
-    """q_k = (1 - u) n_k^power / sum n^power + u / K, float64, summing to one."""
-    mass = counts.astype(np.float64) ** power
-    q = (1.0 - uniform_share) * mass / mass.sum() + uniform_share / len(counts)
-    if (q <= 0.0).any():
-        raise ValueError(
-            f"{int((q <= 0).sum())} of {len(counts)} classes have no training row and would never be drawn, so that "
-            "their weight would be missing from every sum. Pass a uniform_share > 0."
-        )
-    return q / q.sum()
-
-
-def _certain_and_rest(q: np.ndarray, size: int) -> tuple[Tensor, np.ndarray]:
-    """The classes whose pi = min(1, lambda q), summing to |S|, is 1; and q with those set to zero.
-
-    From the most frequent down: class number H (from 0) is certain if its share of the |S| - H draws that are left,
-    relative to the classes that are left, is at least one.
-    """
-    order = np.argsort(-q, kind="stable")[:size]
-    rest = 1.0 - np.concatenate([[0.0], np.cumsum(q[order])[:-1]])
-    below_one = (size - np.arange(size)) * q[order] < rest * (1.0 - 1e-9)
-    n_certain = int(np.argmax(below_one)) if below_one.any() else size
-    certain = np.sort(order[:n_certain])
-    remaining = q.copy()
-    remaining[certain] = 0.0
-    return torch.from_numpy(certain), remaining
-
-
 def _resolve(class_sampling: str | ClassSampler | None, has_counts: bool) -> str:
     if class_sampling is None:
         return "stratified-shared" if has_counts else "uniform-shared"
     if isinstance(class_sampling, UniformShared | FrequencyShared | AllClasses):
         return class_sampling.name
+    if isinstance(class_sampling, HeadAndTail) and not isinstance(class_sampling, HardNegativeCache):
+        return "stratified-shared"
     if isinstance(class_sampling, str) and class_sampling in KINDS:
         return class_sampling
     raise ValueError(
         f"Expected class_sampling to be one of {', '.join(map(repr, KINDS))} or a sampler that a minibatch shares "
-        f"(UniformShared, FrequencyShared, AllClasses), found {class_sampling!r}. Classes drawn for each row would "
-        "make the head gather B |S| rows of weights a step; the estimator has those samplers."
+        f"(UniformShared, FrequencyShared, HeadAndTail, AllClasses), found {class_sampling!r}. Classes drawn for each "
+        "row would make the head gather B |S| rows of weights a step; the estimator has those samplers."
     )
 
 

@@ -1,0 +1,125 @@
+"""What every class sampler offers, and what it may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DrawWithoutReplacement = Callable[..., Tensor]  # (uniforms (B, S), n, labels (B,) | None) -> (B, S)
+
+
+class Sampled(NamedTuple):
+    """The classes that stand for the rest.
+
+    - `classes`: (B, S), or (S,) where the minibatch shares them;
+    - `log_weight`: log omega, broadcastable to (B, S);
+    - `mask`: (B, S), True where a row meets its own label; None where that cannot happen;
+    - `distinct`: whether no class stands twice in a row's sample.
+    """
+
+    classes: Tensor
+    log_weight: Tensor
+    mask: Tensor | None
+    distinct: bool
+
+    @property
+    def shared(self) -> bool:
+        return self.classes.ndim == 1
+
+
+class Minibatch(NamedTuple):
+    """What a sampler may look at: the rows of this step, and the weights as they were left by `steps_taken` steps."""
+
+    X: Any  # Rows, or the rows of the device
+    rows: np.ndarray
+    labels: Tensor
+    parameters: Any  # Parameters
+    kernels: ModuleType
+    steps_taken: int
+
+
+def many_uniforms(B: int, S: int, generator: torch.Generator) -> Tensor:
+    """(B, S) in float64, from one number of the generator: five times as fast as torch.rand."""
+    from ..kernels.cpu import uniforms
+
+    return uniforms(draw_seed(generator), B, S)
+
+
+def draw_seed(generator: torch.Generator) -> int:
+    """One number of the generator, from which many follow."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+class ClassSampler:
+    """Base of the samplers: `bind` once to the training labels, then `draw` at every step.
+
+    One that looks further than labels says `draw_for` instead. One that learns on the way says `learn`, and what of it
+    a fit that goes on later needs: `kept`. A draw may depend on anything before it, and on the rows it is for; never on
+    the classes that this step has drawn.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.n_classes = 0
+
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
+        """Learn K and the class frequencies; `draw_without_replacement` is the kernel of the device."""
+        self.n_classes = len(class_counts)
+        self._draw_without_replacement = draw_without_replacement
+        return self
+
+    def size(self, n_sampled_classes: int) -> int:
+        """|S| as drawn: never more than there are others to draw."""
+        return min(n_sampled_classes, self.n_classes - 1)
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        raise TypeError(f"{type(self).__name__} does not say how to draw.")
+
+    def draw_for(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """What a step calls. Most samplers need no more than the labels."""
+        return self.draw(minibatch.labels, size, generator=generator, dtype=minibatch.parameters.weight.dtype)
+
+    def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
+        """After the step: the bound's gradient by the gaps (B, S) of the classes drawn. By default: nothing."""
+
+    def kept(self) -> dict[str, Tensor]:
+        """What has to be there again for training to go on exactly; saved with the model."""
+        return {}
+
+    def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
+        """Take up what an earlier fit `kept`, after `bind`. `same_rows`: row n is still row n."""
+
+
+def frequencies(counts: np.ndarray, power: float, uniform_share: float) -> np.ndarray:
+    """q_k = (1 - u) n_k^power / sum n^power + u / K, float64, summing to one."""
+    mass = counts.astype(np.float64) ** power
+    q = (1.0 - uniform_share) * mass / mass.sum() + uniform_share / len(counts)
+    if (q <= 0.0).any():
+        raise ValueError(
+            f"{int((q <= 0).sum())} of {len(counts)} classes have no training row and would never be drawn, so that "
+            "their weight would be missing from every sum. Pass a uniform_share > 0."
+        )
+    return q / q.sum()
+
+
+def certain_classes(q: np.ndarray, size: int, ranked: np.ndarray | None = None) -> np.ndarray:
+    """The classes whose pi = min(1, lambda q), summing to |S|, is 1; ascending.
+
+    From the most frequent down: class number H (from 0) is certain if its share of the |S| - H draws that are left,
+    relative to the classes that are left, is at least one. `ranked`: the classes in that order, where known.
+    """
+    order = (by_frequency(q) if ranked is None else ranked)[:size]
+    rest = 1.0 - np.concatenate([[0.0], np.cumsum(q[order])[:-1]])
+    below_one = (size - np.arange(size)) * q[order] < rest * (1.0 - 1e-9)
+    n_certain = int(np.argmax(below_one)) if below_one.any() else size
+    return np.sort(order[:n_certain])
+
+
+def by_frequency(q: np.ndarray) -> np.ndarray:
+    return np.argsort(-q, kind="stable")

@@ -1,0 +1,97 @@
+"""A sampler that remembers, for every training row, the classes that were hard for it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled
+from .fixed import HeadAndTail
+
+
+class HardNegativeCache(HeadAndTail):
+    """`HeadAndTail` with a head that moves: what weighed most on these rows at their last visit is in S for certain.
+
+    After a step each row keeps the `memory` classes of largest gradient g (omega taken out) among those that S held;
+    O(N memory) numbers. With h_k^2 the sum of g^2 that the rows of a minibatch remember of class k, and T an average of
+    sum_{k in S} omega_k |g_k|, which estimates the sum of such sizes over all classes, its head has the classes with
+    |S| h_k >= T: those that draws by size of gradient would meet at least once. They take up to `cache_share` of S. The
+    rest of S is HeadAndTail's, outside of them. All this is past when S is drawn, so that the weights 1 are exact.
+
+    - `batch_labels`: let the labels of the minibatch fill what memory leaves of that share. Their weights are read
+      anyway. With memory=0 these are the in-batch negatives of two-tower models, made unbiased.
+    """
+
+    name: ClassVar[str] = "cache-shared"
+
+    def __init__(
+        self,
+        memory: int = 4,
+        cache_share: float = 0.5,
+        batch_labels: bool = False,
+        power: float = 1.0,
+        uniform_share: float = 0.1,
+    ) -> None:
+        super().__init__(power, uniform_share)
+        if memory < 0:
+            raise ValueError(f"Expected a memory of 0 classes or more for each row, found {memory}.")
+        if not 0.0 <= cache_share <= 1.0:
+            raise ValueError(f"Expected cache_share in [0, 1], found {cache_share}.")
+        self.memory, self.cache_share, self.batch_labels = memory, cache_share, batch_labels
+        self._forget()
+
+    def _forget(self) -> None:
+        self.remembered = torch.zeros(0, self.memory, dtype=torch.int32)  # (N, memory) classes
+        self.heat = torch.zeros(0, self.memory)  # (N, memory) their gradients, without omega; 0: nothing there
+        self.total = torch.zeros(1, dtype=torch.float64)  # T; 0: not known yet
+
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
+        self._forget()
+        return super().bind(class_counts, draw_without_replacement)
+
+    def kept(self) -> dict[str, Tensor]:
+        return {"remembered": self.remembered, "heat": self.heat, "total": self.total}
+
+    def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
+        if same_rows and kept.keys() == self.kept().keys() and kept["heat"].shape[1] == self.memory:
+            self.remembered, self.heat, self.total = kept["remembered"], kept["heat"], kept["total"]
+
+    def draw_for(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        self._make_room(minibatch.X.n_rows)
+        hard = self._hard(minibatch, size)
+        head = torch.cat([self.head(size - len(hard)), hard]).unique() if len(hard) else self.head(size)
+        return self._with_head(head, minibatch.labels, size, generator, minibatch.parameters.weight.dtype)
+
+    def _make_room(self, n_rows: int) -> None:
+        if len(self.heat) != n_rows:
+            self.remembered = torch.zeros(n_rows, self.memory, dtype=torch.int32)
+            self.heat = torch.zeros(n_rows, self.memory)
+
+    def _hard(self, minibatch: Minibatch, size: int) -> Tensor:
+        """The classes hard enough for these rows, the hardest first; then, where asked for, labels of other rows."""
+        index = torch.from_numpy(minibatch.rows)
+        heat = self.heat[index].flatten().double()
+        classes, which = self.remembered[index].flatten()[heat > 0].long().unique(return_inverse=True)
+        size_of = heat.new_zeros(len(classes)).index_add_(0, which, heat[heat > 0] ** 2).sqrt()
+        order = torch.sort(size_of, descending=True, stable=True).indices
+        hard = classes[order[size * size_of[order] >= self.total]]
+        if self.batch_labels:
+            labels = minibatch.labels.unique()
+            hard = torch.cat([hard, labels[~torch.isin(labels, hard)]])
+        return hard[: min(int(self.cache_share * size), size - 1)]  # never all of S: some have to be drawn
+
+    def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
+        if not self.memory:
+            return
+        mass = grad.neg() * torch.exp(-sampled.log_weight)  # softmax: e^(psi_k - psi_y) / eta; 0 for a row's own label
+        size_of_all = (torch.exp(sampled.log_weight.double()) * mass.double().square().sum(dim=0).sqrt()).sum()
+        self.total = size_of_all[None] if not self.total.any() else 0.9 * self.total + 0.1 * size_of_all
+        found = mass.topk(min(self.memory, mass.shape[1]), dim=1)
+        index = torch.from_numpy(minibatch.rows)
+        n = found.indices.shape[1]
+        self.heat[index, n:] = 0.0
+        self.heat[index, :n] = found.values.float()
+        self.remembered[index, :n] = sampled.classes[found.indices].int()

@@ -1,0 +1,193 @@
+"""Samplers that look at nothing but labels and class counts."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import (
+    ClassSampler,
+    DrawWithoutReplacement,
+    Sampled,
+    by_frequency,
+    certain_classes,
+    frequencies,
+    many_uniforms,
+)
+
+
+class UniformPerRow(ClassSampler):
+    """The paper's sampler: |S| of the K-1 others for every row, without replacement, in O(B |S|) memory."""
+
+    name: ClassVar[str] = "uniform"
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        uniforms = many_uniforms(len(labels), size, generator)
+        classes = self._draw_without_replacement(uniforms, self.n_classes - 1, labels)
+        log_weight = torch.full((), math.log((self.n_classes - 1) / size), dtype=dtype)
+        return Sampled(classes, log_weight, mask=None, distinct=True)
+
+
+class UniformShared(ClassSampler):
+    """|S| of all K classes for the whole minibatch; a row whose label is among them leaves it out.
+
+    omega = (K-1) / |S without y|: given whether y was drawn, the rest of S is uniform over the others, so
+    this is unbiased in both cases. With |S| = 1 the rest can be empty, and omega = K / |S| is used instead.
+    """
+
+    name: ClassVar[str] = "uniform-shared"
+
+    def size(self, n_sampled_classes: int) -> int:
+        return min(n_sampled_classes, self.n_classes)
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        classes = self._draw_without_replacement(many_uniforms(1, size, generator), self.n_classes)[0]
+        mask = labels[:, None] == classes
+        if size == 1:
+            log_weight = torch.tensor(math.log(self.n_classes), dtype=dtype)
+        else:
+            others = size - mask.sum(dim=1, keepdim=True)
+            log_weight = torch.log((self.n_classes - 1) / others.to(torch.float64)).to(dtype)
+        return Sampled(classes, log_weight, mask, distinct=True)
+
+
+class _Frequency(ClassSampler):
+    """q_k = (1 - u) n_k^power / sum n^power + u / K: one table of K cumulative sums, float64, no 2^24 limit.
+
+    - `power`: 1 is the class frequency, 0 uniform; 0.75 is word2vec's habit;
+    - `uniform_share`: u, the share of the draws that goes to all classes alike, which bounds the weights
+      by K / u and reaches the classes never seen.
+    """
+
+    def __init__(self, power: float = 1.0, uniform_share: float = 0.1) -> None:
+        super().__init__()
+        if not 0.0 <= uniform_share <= 1.0:
+            raise ValueError(f"Expected uniform_share in [0, 1], found {uniform_share}.")
+        if not (math.isfinite(power) and power >= 0.0):
+            raise ValueError(f"Expected a power of the class frequency >= 0, found {power}.")
+        self.power, self.uniform_share = power, uniform_share
+
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
+        super().bind(class_counts, draw_without_replacement)
+        q = frequencies(class_counts, self.power, self.uniform_share)
+        self.q = q
+        self.cumulative = torch.from_numpy(np.cumsum(q))
+        self.log_q = torch.from_numpy(np.log(q))
+        return self
+
+    def size(self, n_sampled_classes: int) -> int:
+        return n_sampled_classes  # with replacement: any number of draws makes sense
+
+    def _lookup(self, v: Tensor) -> Tensor:
+        """The class whose stretch of [0, total) holds v; rounding at the very end stays inside."""
+        return torch.searchsorted(self.cumulative, v, right=True).clamp_max_(self.n_classes - 1)
+
+
+class FrequencyPerRow(_Frequency):
+    """Each row draws from q renormalised over the others: y's stretch of the table is stepped over."""
+
+    name: ClassVar[str] = "frequency"
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        upper = self.cumulative[labels][:, None]
+        lower = torch.where(labels > 0, self.cumulative[(labels - 1).clamp_min(0)], 0.0)[:, None]
+        total = self.cumulative[-1]
+        v = torch.rand(len(labels), size, dtype=torch.float64, generator=generator) * (total - (upper - lower))
+        beyond = v >= lower
+        v = torch.where(beyond, torch.maximum(v + (upper - lower), upper), v)
+        classes = self._lookup(v)
+        # The last class's stretch can be stepped over too; then rounding could only reach back to it.
+        classes = torch.where(classes == labels[:, None], torch.where(labels > 0, labels - 1, 1)[:, None], classes)
+        log_rest = torch.log1p(-self.log_q[labels].exp())[:, None]
+        log_weight = log_rest - self.log_q[classes] - math.log(size)
+        return Sampled(classes, log_weight.to(dtype), mask=None, distinct=False)
+
+
+class FrequencyShared(_Frequency):
+    """|S| draws from q over all K for the whole minibatch; weights are not renormalised for the masked label."""
+
+    name: ClassVar[str] = "frequency-shared"
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        v = torch.rand(size, dtype=torch.float64, generator=generator) * self.cumulative[-1]
+        classes = self._lookup(v)
+        log_weight = (-self.log_q[classes] - math.log(size)).to(dtype)
+        return Sampled(classes, log_weight, labels[:, None] == classes, distinct=False)
+
+
+class HeadAndTail(_Frequency):
+    """The most frequent classes in every S, for certain; of the others one from each stratum into which q is cut.
+
+    The head are the classes that |S| draws from q would meet at least once on average, weight 1. Their mass is then out
+    of the way, so that the rule is applied again to what is left: pi_k = min(1, lambda q_k) with sum |S|. A tail class
+    is drawn |tail of S| q_k / rest times on average, and weighs one over that. Strata never do worse than independent
+    draws from the same q.
+    """
+
+    name: ClassVar[str] = "head-tail-shared"
+    _head_of: dict[int, Tensor]
+
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
+        super().bind(class_counts, draw_without_replacement)
+        self._ranked, self._head_of = by_frequency(self.q), {}
+        return self
+
+    def size(self, n_sampled_classes: int) -> int:
+        return min(n_sampled_classes, self.n_classes)
+
+    def head(self, size: int) -> Tensor:
+        """The classes that are certain where |S| = size, ascending; O(size), and looked for once."""
+        if size not in self._head_of:
+            self._head_of[size] = torch.from_numpy(certain_classes(self.q, size, self._ranked))
+        return self._head_of[size]
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        return self._with_head(self.head(size), labels, size, generator, dtype)
+
+    def _with_head(
+        self, head: Tensor, labels: Tensor, size: int, generator: torch.Generator, dtype: torch.dtype
+    ) -> Sampled:
+        """These classes (ascending) with weight 1, the rest of S from the strata outside them."""
+        n = size - len(head)
+        classes, log_weight = head, torch.zeros(size, dtype=dtype)
+        if n:
+            tail, rest = self._outside(head, torch.rand(n, dtype=torch.float64, generator=generator))
+            classes = torch.cat([head, tail])
+            log_weight[len(head) :] = math.log(rest / n) - self.log_q[tail]
+        # A tail class that lies across the end of a stratum can be met from both sides.
+        return Sampled(classes, log_weight, labels[:, None] == classes, distinct=n <= 1)
+
+    def _outside(self, head: Tensor, u: Tensor) -> tuple[Tensor, float]:
+        """One class for each of the len(u) equal strata of q outside the head, at the share u of it, and q's mass.
+
+        The table of cumulative sums is made for all classes; a head class's stretch is stepped over, in O(log K).
+        """
+        below = torch.where(head > 0, self.cumulative[(head - 1).clamp_min(0)], 0.0)
+        removed = torch.cumsum(torch.cat([below.new_zeros(1), self.cumulative[head] - below]), 0)
+        rest = float(self.cumulative[-1] - removed[-1])
+        at = (torch.arange(len(u)) + u) * (rest / len(u))
+        classes = self._lookup(at + removed[torch.searchsorted(below - removed[:-1], at, right=True)])
+        for i in torch.isin(classes, head).nonzero()[:, 0].tolist():  # by rounding, at the end of a stretch
+            classes[i] = self._next_outside(head, int(classes[i]))
+        return classes, rest
+
+    def _next_outside(self, head: Tensor, k: int) -> int:
+        taken = set(head.tolist())
+        return next(c for c in (*range(k + 1, self.n_classes), *range(k - 1, -1, -1)) if c not in taken)
+
+
+class AllClasses(ClassSampler):
+    """Every class, weight one: the full sum, for the exact method and for measuring the bound."""
+
+    name: ClassVar[str] = "all"
+
+    def size(self, n_sampled_classes: int) -> int:
+        return self.n_classes
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        classes = torch.arange(self.n_classes)
+        return Sampled(classes, torch.zeros((), dtype=dtype), labels[:, None] == classes, distinct=True)
