@@ -199,3 +199,11 @@ def test_ablations_of_the_paper(benchmark_named, tmp_path):
     assert float(rows[0]["against the code"]) == 0.0
     assert len({row["test log likelihood"] for row in rows}) > len(rows) / 2  # the changes do change something
     assert len(table.read_text().splitlines()) == len(rows) + 1
+
+
+def test_variance_of_the_samplers(benchmark_named):
+    bench = benchmark_named("bench_variance")
+    rows = bench.main(["--tiny", "--epochs", "3", "--B", "16", "--draws", "3", "--evaluations", "20"])
+    assert {row["sampler"] for row in rows} == set(bench.SAMPLERS)
+    assert {row["stage"] for row in rows} == {"start", "middle", "end"}
+    assert all(float(row[name]) > 0 for row in rows for name in bench.MEASURES)
