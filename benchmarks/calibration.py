@@ -2,11 +2,14 @@
 
     python benchmarks/calibration.py                # every set, into docs/results and docs/images
     python benchmarks/calibration.py --datasets bibtex --models softmax probit logistic --sampled 1 2 5 20 145
+    python benchmarks/calibration.py --datasets bibtex --models softmax --powers 0 0.6 0.9 1 1.5
     python benchmarks/calibration.py --table        # the tables of docs/calibration.md, from the csv; fits nothing
 
-The first fits the three models with the defaults, exact softmax, and the three as the paper ran them. The second asks
-what the bound's slack does: the same fit with more and more sampled classes. Runs add to calibration.csv (a row a fit)
-and reliability.csv (a row a bin, first seed); a fit done again replaces its rows; the picture is drawn from the file.
+The first fits the three models with the defaults, exact softmax, and the three as the paper ran them. The others ask
+what the bound's slack does. More sampled classes mean less slack, but less noise in the gradient too; `--powers` keeps
+all classes and lets eta lag, alpha = (1 + visits)^-power, so that only the slack differs: with power 0 there is none.
+Runs add to calibration.csv (a row a fit) and reliability.csv (a row a bin, first seed); a fit done again replaces its
+rows.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from augment_reduce import AugmentReduceClassifier, load_dataset
+from augment_reduce import AugmentReduceClassifier, NaturalGradient, StepSize, load_dataset
 from augment_reduce.data import random_like
 from augment_reduce.experiments.evaluate import last_finite, row_log_likelihoods
 from augment_reduce.experiments.settings import STUDIES
@@ -40,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "logistic, paper": {"model": "logistic", "preset": "paper"},
 }  # fmt: skip
 LOOKS = {"softmax": BLUE, "probit": ORANGE, "logistic": GREEN, "exact softmax": INK}
-KEY = ("dataset", "model", "sampled", "seed")
+KEY = ("dataset", "model", "variant", "seed")
 MEASURES = (
     "ECE", "ECE equal mass", "confidence", "accuracy", "log likelihood", "bound gap", "log eta ratio", "seconds"
 )  # fmt: skip
@@ -113,22 +116,30 @@ def log_eta_ratio(clf: AugmentReduceClassifier, task: Task, n_rows: int = 2000) 
     return float(np.mean(log_eta + row_log_likelihoods(clf, task.X[kept], task.y[kept])))
 
 
-def runs(options: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+def variants(options: argparse.Namespace, n_classes: int) -> list[tuple[str, dict[str, Any]]]:
+    """What is changed in every fit: nothing, or |S|, or how far eta lags behind when no class is left out."""
+    if options.sampled:
+        return [(f"|S| = {sampled}", {"n_sampled_classes": sampled}) for sampled in options.sampled]
+    if options.powers:
+        everything = {"class_sampling": "uniform", "n_sampled_classes": n_classes - 1}
+        steps = {power: NaturalGradient(StepSize(1.0, power, "visits"), uses_updated=True) for power in options.powers}
+        return [(f"power {power:g}", everything | {"local_step": step}) for power, step in steps.items()]
+    return [("", {})]
+
+
+def runs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """(the row of a fit, the rows of its bins), fit by fit."""
     for dataset in options.datasets:
         task = load(dataset, options.rows, options.tiny)
         for model in options.models:
             settings = settings_of(dataset, model, options.epochs)
-            for sampled in options.sampled or [None]:
-                if settings is None:
-                    continue
-                chosen = settings if sampled is None else settings | {"n_sampled_classes": sampled}
+            for variant, changes in variants(options, len(np.unique(task.y))) if settings is not None else []:
                 for seed in options.seeds:
-                    found, bins = measure(task, chosen, seed)
-                    key = dict(zip(KEY, (dataset, model, "" if sampled is None else sampled, seed), strict=True))
+                    found, bins = measure(task, settings | changes, seed)
+                    key = dict(zip(KEY, (dataset, model, variant, seed), strict=True))
                     print(*key.values(), *(f"{name} {value:.4f}" for name, value in found.items()), flush=True)
                     row = key | {name: f"{value:.5g}" for name, value in found.items()}
-                    yield [row], bin_rows(key, bins) if seed == options.seeds[0] else []
+                    yield row, bin_rows(key, bins) if seed == options.seeds[0] else []
 
 
 def bin_rows(key: dict[str, Any], bins: Reliability) -> list[dict[str, Any]]:
@@ -163,11 +174,11 @@ def bins_of(rows: list[dict[str, str]]) -> Reliability:
 
 
 def draw(source: Path, figure: Path) -> None:
-    """A panel for each set, the fits without a chosen |S|."""
+    """A panel for each set, of the fits in which nothing was changed."""
     panels: dict[str, list[Reliable]] = {}
     fits: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in read(source):
-        if not row["sampled"]:
+        if not row["variant"]:
             fits.setdefault((row["dataset"], row["model"]), []).append(row)
     for dataset in TITLES:
         models = [name for name in MODELS if (dataset, name) in fits]
@@ -175,9 +186,8 @@ def draw(source: Path, figure: Path) -> None:
             panels[TITLES[dataset]] = [
                 Reliable(name, bins_of(fits[dataset, name]), LOOKS[name.split(",")[0]], _style(name)) for name in models
             ]
-    draw_reliability(
-        figure, panels, title="How sure, how right", subtitle="test rows; beside the names, expected calibration error"
-    )
+    if panels:
+        draw_reliability(figure, panels, title="How sure, how right", subtitle="test rows; numbers: calibration error")
 
 
 def _style(model: str) -> str:
@@ -185,18 +195,22 @@ def _style(model: str) -> str:
 
 
 def table(rows: list[dict[str, str]], *, slack: bool) -> str:
-    """Markdown: a line for each fit, means over seeds; those with a chosen |S| (`slack`), or the others."""
+    """Markdown: a line for each fit, means over seeds; those with something changed (`slack`), or the others."""
     groups: dict[tuple[str, str, str], list[dict[str, str]]] = {}
     for row in rows:
-        if bool(row["sampled"]) == slack:
-            groups.setdefault((row["dataset"], row["model"], row["sampled"]), []).append(row)
+        if bool(row["variant"]) == slack:
+            groups.setdefault((row["dataset"], row["model"], row["variant"]), []).append(row)
     names = [name for name in MEASURES if name != "seconds"]
-    head = ["", "model", *([r"\|S\|"] if slack else []), *names, "confidence - accuracy"]
+    head = ["", "model", *(["changed"] if slack else []), *names, "confidence - accuracy"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for (dataset, model, sampled), group in groups.items():
+    for (dataset, model, variant), group in groups.items():
         mean = {name: float(np.mean([float(row[name]) for row in group])) for name in names}
         cells = [shown(name, mean[name]) for name in names] + [f"{mean['confidence'] - mean['accuracy']:+.3f}"]
-        lines.append("| " + " | ".join([TITLES[dataset], model, *([sampled] if slack else []), *cells]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([TITLES[dataset], model, *([variant.replace("|", "\\|")] if slack else []), *cells])
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -209,6 +223,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, str]]:
     parser.add_argument("--datasets", nargs="+", default=["mnist", "bibtex", "omniglot"], choices=list(DATASETS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--sampled", nargs="+", type=int, help="|S|, each in a fit of its own, instead of the default")
+    parser.add_argument("--powers", nargs="+", type=float, help="of the softmax's local step size, with every class")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--epochs", type=float, help="instead of the defaults', for a trial")
     parser.add_argument("--rows", type=int, help="train on so many rows, for a trial")
@@ -220,7 +235,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, str]]:
     fits, bins = options.results / "calibration.csv", options.results / "reliability.csv"
     if not options.table:
         for fit, of_bins in runs(options):  # written after each: what is done stays done
-            merge(fits, fit, (*KEY, *MEASURES), KEY)
+            merge(fits, [fit], (*KEY, *MEASURES), KEY)
             merge(bins, of_bins, (*KEY, *BIN), (*KEY, "bin"))
         draw(bins, options.figure)
     rows = read(fits)

@@ -129,7 +129,7 @@ def test_calibration_of_the_models(benchmark_named, tmp_path, capsys):
     bench = benchmark_named("calibration")
     files = ["--results", str(tmp_path), "--figure", str(tmp_path / "reliability.png")]
     models = ["softmax", "exact softmax", "softmax, paper"]
-    rows = bench.main(["--tiny", "--datasets", "bibtex", "--models", *models, "--epochs", "1", *files])
+    rows = bench.main(["--tiny", "--datasets", "bibtex", "--models", *models, "--epochs", "3", *files])
     assert [row["model"] for row in rows] == models
     for row in rows:
         assert 0.0 <= float(row["ECE"]) <= 1.0
@@ -139,12 +139,18 @@ def test_calibration_of_the_models(benchmark_named, tmp_path, capsys):
     bins = [row for row in bench.read(tmp_path / "reliability.csv") if row["model"] == "softmax"]
     assert bench.bins_of(bins).error == pytest.approx(float(rows[0]["ECE"]), rel=1e-4)
     assert (tmp_path / "reliability.png").stat().st_size > 10_000
-    bench.main(["--tiny", "--datasets", "bibtex", "--models", "softmax", "--sampled", "5", "--epochs", "1", *files])
+    again = ["--tiny", "--datasets", "bibtex", "--models", "softmax", "--epochs", "3", *files]
+    bench.main([*again, "--sampled", "5"])
+    lag = {row["variant"]: row for row in bench.main([*again, "--powers", "0", "3"])}
+    assert float(lag["power 3"]["bound gap"]) > float(lag["power 0"]["bound gap"])
+    exact = float(rows[1]["log likelihood"])  # no class left out and eta up to date: the exact gradient
+    assert float(lag["power 0"]["log likelihood"]) == pytest.approx(exact, rel=1e-3)
+    assert float(lag["power 3"]["log likelihood"]) != pytest.approx(exact, rel=1e-3)
     capsys.readouterr()
     bench.main(["--table", *files])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("| Bibtex | softmax |") for line in lines) == 2  # one in each table
-    assert any(line.startswith("| Bibtex | softmax | 5 |") for line in lines)
+    assert sum(line.startswith("| Bibtex | softmax |") for line in lines) == 4  # one, and three with a change
+    assert any(line.startswith(r"| Bibtex | softmax | \|S\| = 5 |") for line in lines)
 
 
 def test_a_fit_done_again_replaces_its_row(benchmark_named, tmp_path):

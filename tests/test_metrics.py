@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from augment_reduce.bounds import softmax_bound
 from augment_reduce.figures import Reliable, draw_reliability
 from augment_reduce.metrics import expected_calibration_error, reliability_curve
 
@@ -110,3 +112,18 @@ def test_a_reliability_diagram_of_several_models_and_sets(tmp_path):
     text = (tmp_path / "p.svg").read_text()
     for words in ("plain", "one row", "first", "second", f"{models[0].bins.error:.3f}", "0.000"):
         assert f"<!-- {words} -->" in text
+
+
+def test_slack_weighs_rows_by_how_far_eta_is_off():
+    """docs/calibration.md: with eta held, a row's gradient is the exact one times eta* / eta, for every class alike."""
+    rng = torch.Generator().manual_seed(0)
+    psi = torch.randn(5, 9, dtype=torch.float64, generator=rng, requires_grad=True)
+    log_eta = torch.randn(5, dtype=torch.float64, generator=rng) + 2.0
+    gap, none = psi[:, 1:] - psi[:, :1], torch.zeros((), dtype=torch.float64)  # the label is class 0
+    log_p = psi.log_softmax(dim=1)[:, 0]
+    loose = torch.autograd.grad(softmax_bound(gap, none, log_eta).sum(), psi)[0]
+    exact = torch.autograd.grad(log_p.sum(), psi)[0]
+    weight = torch.exp(-log_p.detach() - log_eta)  # eta* = 1 / p
+    assert (weight > 1.2).any()
+    assert (weight < 0.8).any()
+    torch.testing.assert_close(loose, weight[:, None] * exact, rtol=1e-12, atol=0.0)
