@@ -24,7 +24,7 @@ from torch import Tensor
 from . import bounds
 from .bounds import Exponentials, Nodes, log_eta_tilde
 from .noise import Logistic, Noise, Normal
-from .sampler import Sampled
+from .sampler import Minibatch, Sampled
 
 LocalState = dict[str, Tensor]
 
@@ -60,6 +60,7 @@ class LocalStep:
 
     name: ClassVar[str]
     uses_updated: bool
+    amortises: ClassVar[bool] = False  # whether q comes from the features: nothing is kept for a row
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         raise TypeError(f"{type(self).__name__} does not say its state.")
@@ -92,6 +93,18 @@ class LocalStep:
         if not self.uses_updated:
             self.update(state, rows, noise, gap, sampled.log_weight, clock, generator)
         return bound, grad, 0
+
+    def both_steps(
+        self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor, sampled: Sampled,
+        clock: Clock, generator: torch.Generator, want_bound: bool,
+    ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
+        """What a step calls: `e_and_m`, for steps that look no further than the row's number and its gaps."""
+        rows = torch.from_numpy(minibatch.rows)
+        return self.e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
+
+    def bound_on_all(self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor) -> Tensor:
+        """What is reported as the bound's gap is measured from: `full_bound`, likewise."""
+        return self.full_bound(state, torch.from_numpy(minibatch.rows), noise, gap)
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
         """(B,) the bound with these rows' stored q and every other class in `gap`: what is reported as its gap."""
@@ -319,8 +332,16 @@ class Newton(LocalStep):
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
         generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
-        """As in the base class, but where the M step holds the old q, its gradient falls out of the E step."""
+        """As in the base class, but where the M step holds the old q, its gradient falls out of the E step.
+
+        Where it holds the new one, a row's first visit fits q to the classes at hand: from q's first state one move is
+        far from enough, and the weights would follow a q that knows nothing.
+        """
         if self.uses_updated:
+            new = self.unvisited(state, rows)
+            if new.any():
+                log_weight = sampled.log_weight.expand_as(gap)[new]
+                self.start(state, rows[new], noise, gap[new], log_weight)
             return super().e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
         bound = None
         if want_bound:
@@ -352,17 +373,25 @@ def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
     return Nodes(eps, node_weight, 0.5 * (math.log(2.0 * math.pi * math.e) - torch.log(precision)))
 
 
+def newton_slopes(
+    noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, n_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """E_q[f'], E_q[f''] (B,) at q = N(mu, 1 / precision), and omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S)."""
+    eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
+    omega, gap = bounds.unmasked(gap, log_weight)
+    slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
+    hazard = omega * (slope @ node_weight)
+    first = noise.dlog_prob(eps) @ node_weight + hazard.sum(dim=1)
+    second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)
+    return first, second, hazard
+
+
 def newton_move(
     noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, alpha: Tensor, n_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One move of `Newton` from (mu, precision) with step size alpha (B,): new mu, new precision, and on the way
     omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S) at the old q, which is minus the bound's gradient by gap_k."""
-    eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
-    omega, gap = bounds.unmasked(gap, log_weight)
-    slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
-    hazard = omega * (slope @ node_weight)
-    first = noise.dlog_prob(eps) @ node_weight + hazard.sum(dim=1)  # E_q[f']
-    second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)  # E_q[f'']
+    first, second, hazard = newton_slopes(noise, gap, log_weight, mu, precision, n_nodes)
     new_precision = (1.0 - alpha) * precision + alpha * (-second).clamp_min(1e-2)
     reach = 2.0 * torch.maximum(precision, new_precision).rsqrt()
     move = (alpha * first / new_precision).clamp(-reach, reach)
@@ -396,6 +425,3 @@ def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_ha
         above = (omega * noise.log_cdf(middle[:, None] - gap)).sum(dim=-1) > -math.log(2.0)
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)
     return 0.5 * (low + high)
-
-
-LOCAL_STEPS: dict[str, type[LocalStep]] = {cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton)}

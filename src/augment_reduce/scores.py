@@ -37,7 +37,7 @@ class Scored(NamedTuple):
     """A minibatch with its sampled classes and their scores.
 
     - `pairs`: (B, 1 + S), the label first, where each row has its own classes; None where they are shared;
-    - `gap`: (B, S), psi_k - psi_y, -inf where masked.
+    - `gap`: (B, S), psi_k - psi_y, -inf where masked; `psi_y`: (B,).
     """
 
     rows: np.ndarray
@@ -45,6 +45,7 @@ class Scored(NamedTuple):
     sampled: Sampled
     pairs: Tensor | None
     gap: Tensor
+    psi_y: Tensor
 
 
 def score(
@@ -57,17 +58,17 @@ def score(
         psi_y = kernels.pair_scores(X, rows, labels[:, None], weight, bias)
         psi = kernels.shared_scores(X, rows, sampled.classes, weight, bias)
         finite = all_finite(psi_y) and all_finite(psi)
-        gap = psi.sub_(psi_y)
+        gap, psi_y = psi.sub_(psi_y), psi_y[:, 0]
     else:
         pairs = torch.cat([labels[:, None], sampled.classes], dim=1)
         psi = kernels.pair_scores(X, rows, pairs, weight, bias)
         finite = all_finite(psi)
-        gap = psi[:, 1:] - psi[:, :1]
+        gap, psi_y = psi[:, 1:] - psi[:, :1], psi[:, 0]
     if not finite:
         raise not_finite()
     if sampled.mask is not None:
         gap = gap.masked_fill_(sampled.mask, -torch.inf)
-    return Scored(rows, labels, sampled, pairs, gap)
+    return Scored(rows, labels, sampled, pairs, gap, psi_y)
 
 
 def not_finite() -> FloatingPointError:

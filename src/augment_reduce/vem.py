@@ -94,9 +94,10 @@ def step(
     else:
         if not problem.local.uses_updated:
             first_visits(problem, state, rows, index, labels, generator)
-        bound, grad, floor_hits = problem.local.e_and_m(
-            state.local, index, problem.noise, gap, sampled, clock, generator, want_bound
-        )
+        bound, grad, floor_hits = problem.local.both_steps(
+            as_minibatch(problem, state, rows, labels), scored.psi_y, state.local, problem.noise, gap, sampled, clock,
+            generator, want_bound,
+        )  # fmt: skip
 
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
     row_scale = per_row if problem.sample_weight is None else problem.sample_weight[index] * per_row

@@ -22,9 +22,10 @@ import torch
 from numpy.polynomial import chebyshev
 from torch import Tensor
 
+from ..amortised import LABEL_RATE, LARGEST_RESIDUAL, OFFSET_RATE, SLOPE_RATE
 from ..nn import _hash
 from ..nn._draw import EVERY, UNIFORM, Drawn, SharedSampler
-from ..nn._local import LABEL_RATE, LARGEST_RESIDUAL, MEAN_RATE, OFFSET_RATE, REFINE_NODES, SLOPE_RATE, hermite
+from ..nn._local import MEAN_RATE, REFINE_NODES, hermite
 from ..nn._plain import RowGradient
 from ..nn._rows import ADAM, ROWWISE, RowUpdate
 from ..nn._step import Step

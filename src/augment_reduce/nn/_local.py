@@ -23,19 +23,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..local import newton_move
+from ..amortised import (
+    LABEL_RATE,
+    OFFSET_RATE,
+    PRECISION_RANGE,
+    SLOPE_RATE,
+    first_guess,
+    newton,
+    residuals,
+)
 from ..noise import Gumbel, Noise
 from . import _hash
 from ._state import Kept, buffer
 
 MODES = ("amortised", "persistent", "fresh")
-OFFSET_RATE, SLOPE_RATE, LABEL_RATE = 0.3, 0.7, 0.5  # together below 2: see `Local.learn`
 MEAN_RATE = 0.01  # of the running means of h and psi_y
 SECOND_SHARE = 0.5  # of "fresh": how far the second sample moves a softmax's c from where it was predicted
-LARGEST_RESIDUAL = 4.0  # of a softmax row without a floor
-LARGEST_MOVE, WIDEST = 5.0, 0.25  # of m in one step, and the least precision to divide by
 REFINE_NODES = 3  # of "fresh": one random draw would add its own noise to that of the second sample
-PRECISION_RANGE = (math.log(1e-2), math.log(1e4))
 MEMORY_POWER = {True: 0.9, False: 0.6}  # of alpha = (2 + visits)^-power: softmax, others (the estimator's choices)
 
 
@@ -79,7 +83,7 @@ class Local(Kept):
         size = n_rows if mode == "persistent" and n_rows is not None else 0
         for name, value in (
             ("slope", torch.zeros(Q, in_features)),
-            ("offset", torch.tensor(_first_guess(noise, n_classes), dtype=torch.float32)),
+            ("offset", torch.tensor(first_guess(noise, n_classes), dtype=torch.float32)),
             ("label_slope", torch.zeros(Q)),
             ("mean", torch.zeros(in_features)),
             ("label_mean", torch.zeros(1)),
@@ -177,55 +181,9 @@ class Local(Kept):
         return f"{self.mode!r}" + ("" if self.softmax else f", n_nodes={self.n_nodes}")
 
 
-def newton(parts: Tensor, slope: Tensor, bend: Tensor, alpha: Tensor) -> Tensor:
-    """Natural gradient on (m, log precision), as `augment_reduce.local.newton_move`; at most two deviations a move."""
-    precision = parts[1].exp()
-    moved = (1.0 - alpha) * precision + alpha * (-bend).clamp_min(math.exp(PRECISION_RANGE[0]))
-    reach = 2.0 * torch.maximum(precision, moved).rsqrt()
-    move = torch.clamp(alpha * slope / moved, -reach, reach)
-    return torch.stack([parts[0] + move, moved.log().clamp(*PRECISION_RANGE)])
-
-
-def residuals(
-    softmax: bool, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor, floor: float | None
-) -> Tensor:
-    """(Q, B) how far the prediction is off, in expectation zero where it is best; clipped, since a sample is noisy.
-
-    Softmax: Z~ e^{-c} - 1 (`slope` being log Z~ - c there), cut where `floor` cuts what the weights see. A prediction
-    that balances the numbers before they are cut would leave them, once cut, short of pulls: all scores then rise.
-    Others: the Newton move of m, cut the same way, and -f'' / precision - 1, both from the q that was used.
-    """
-    if softmax:
-        most = math.log1p(LARGEST_RESIDUAL) if floor is None else floor
-        return torch.expm1((used + slope - predicted).clamp(max=most))
-    precision = used[1].exp()
-    move = slope / precision.clamp_min(WIDEST)
-    if floor is None:  # with one, `slope` is bounded, and a second bound would tilt the balance
-        move = torch.clamp(move, -2.0 * precision.rsqrt(), 2.0 * precision.rsqrt())
-    off = torch.clamp(used[0] + move - predicted[0], -LARGEST_MOVE, LARGEST_MOVE)
-    return torch.stack([off, torch.clamp(-bend / precision - 1.0 + used[1] - predicted[1], -1.0, 1.0)])
-
-
 def hermite(n_nodes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Nodes and weights of the standard normal."""
     z, weight = np.polynomial.hermite_e.hermegauss(n_nodes)
     return torch.as_tensor(z, dtype=dtype, device=device), torch.as_tensor(
         weight / weight.sum(), dtype=dtype, device=device
     )
-
-
-def _first_guess(noise: Noise, n_classes: int) -> list[float]:
-    """Parts before the first step: what they are when all K scores are equal (to zero).
-
-    Newton from the best q of half as many classes: from far below, where q is narrow, moves are short.
-    """
-    if type(noise) is Gumbel:
-        return [math.log(n_classes)]
-    gap = torch.zeros(1, 1, dtype=torch.float64)
-    m, precision = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    alpha = torch.full_like(m, 0.7)
-    for doublings in range(math.ceil(math.log2(n_classes - 1)) + 1):
-        log_rest = torch.full_like(gap, min(doublings * math.log(2.0), math.log(n_classes - 1)))
-        for _ in range(8):
-            m, precision, _ = newton_move(noise, gap, log_rest, m, precision, alpha, 5)
-    return [float(m), float(torch.log(precision).clamp(*PRECISION_RANGE))]
