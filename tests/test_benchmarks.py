@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from augment_reduce.data import DatasetNotFoundError, load_dataset
 
@@ -213,3 +214,71 @@ def test_variance_of_the_samplers(benchmark_named):
     assert {row["sampler"] for row in rows} == set(bench.SAMPLERS)
     assert {row["stage"] for row in rows} == {"start", "middle", "end"}
     assert all(float(row[name]) > 0 for row in rows for name in bench.MEASURES)
+
+
+def test_held_out_rows_choose(benchmark_named, tmp_path):
+    table = tmp_path / "grid.csv"
+    rows = benchmark_named("hold_out").main(
+        ["bibtex", "--tiny", "--rates", "0.05", "0.3", "--eps", "1", "--epochs", "2", "--output", str(table)]
+    )
+    assert len({row["log likelihood"] for row in rows}) == 2
+    assert len(table.read_text().splitlines()) == 3
+
+
+def test_held_out_rows_are_not_trained_on(benchmark_named):
+    X, y, X_out, y_out = benchmark_named("hold_out").split("bibtex", tiny=True)
+    assert len(y) == 270
+    assert 0 < len(y_out) <= 30
+    assert np.isin(y_out, y).all()
+    trained = {row.tobytes() for row in X.toarray()}
+    assert not any(row.tobytes() in trained for row in X_out.toarray())
+
+
+def test_from_the_papers_preset_to_the_defaults(benchmark_named, tmp_path, capsys):
+    try:
+        load_dataset("bibtex", download=False)
+    except DatasetNotFoundError:
+        pytest.skip("Bibtex is not here")
+    module, table = benchmark_named("ablate_defaults"), tmp_path / "table.csv"
+    rows = module.main(
+        ["--datasets", "bibtex", "--models", "softmax", "--seeds", "0", "--iterations", "6", "--output", str(table)]
+    )
+    assert [row["step"] for row in rows] == list(module.STEPS)
+    assert len({row["test log likelihood"] for row in rows[:4]}) == 4
+    module.main(["--table", str(table)])
+    assert "| bibtex | softmax |" in capsys.readouterr().out
+
+
+def test_the_bar_of_exact_softmax(benchmark_named, tmp_path):
+    rows = benchmark_named("exact_bar").main(["--tiny", "--out", str(tmp_path / "bar.csv")])
+    kinds = [row["rows"] for row in rows]
+    assert kinds[-2:] == ["test", "training"]
+    best = max((row for row in rows if row["rows"] == "held out, best moment"), key=lambda row: row["log_likelihood"])
+    assert rows[-2]["v"] in {row["v"] for row in rows}
+    assert float(best["log_likelihood"]) < 0
+
+
+def test_gradients_of_the_bar_are_those_of_its_value(benchmark_named):
+    """By differences, along random directions."""
+    module = benchmark_named("exact_bar")
+    part = module.load("bibtex", tiny=True)[0]
+    part.X = part.X[:, :30]
+    objective = module.Objective(part, torch.device("cpu"))
+    objective.X, objective.count, objective.total = (
+        t.double() for t in (objective.X, objective.count, objective.total)
+    )
+    K = part.labels.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    weight, along = (torch.randn(K, 30, generator=generator, dtype=torch.float64) for _ in range(2))
+    bias, along_bias = (torch.randn(K, generator=generator, dtype=torch.float64) for _ in range(2))
+    step = 1e-5
+    ends = [objective.value_and_grad(weight + s * along, bias + s * along_bias, 0.7)[0] for s in (-step, step)]
+    _, by_weight, by_bias = objective.value_and_grad(weight, bias, 0.7)
+    slope = float((by_weight * along).sum() + (by_bias * along_bias).sum())
+    assert (ends[1] - ends[0]) / (2 * step) == pytest.approx(slope, rel=1e-6)
+
+
+def test_milliseconds_a_step_by_device(benchmark_named):
+    rows = benchmark_named("bench_device").main(["--tiny", "--turns", "1"])
+    assert [row["quantity"] for row in rows] == ["milliseconds a step"]
+    assert float(rows[0]["p50"]) > 0

@@ -19,15 +19,6 @@ from augment_reduce.sampler import SAMPLERS
         AugmentReduceClassifier(model="probit", max_iter=50, prior_variance=None),
         AugmentReduceClassifier(),
     ],
-    # A prior is shared out over rows, whatever their weights: a row twice is then not quite a row of weight two.
-    expected_failed_checks=lambda estimator: (
-        {}
-        if estimator.prior_variance is None
-        else {
-            "check_sample_weight_equivalence_on_dense_data": "the prior's shares go by rows",
-            "check_sample_weight_equivalence_on_sparse_data": "the prior's shares go by rows",
-        }
-    ),
 )
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)

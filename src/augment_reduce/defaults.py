@@ -11,10 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from .local import LOCAL_STEPS, LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
-from .noise import Noise
+from .amortised import Amortised
+from .local import LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
+from .noise import Gumbel, Noise
 from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
-from .sampler import AllClasses, ClassSampler, resolve_sampler
+from .sampler import AllClasses, ClassSampler, HeadAndTail, UniformPerRow, resolve_sampler
+
+MOST_SHARED = 1000  # classes that a minibatch shares by default
+LOCAL_STEPS: dict[str, type[LocalStep]] = {
+    cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised)
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Shape:
     n_features: int
     n_classes: int
     n_nonzero: int
+    stream: bool = False  # whether these rows are a part of many, and will not come again
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,22 @@ class Settings:
         return ", ".join(f"{key} {value}" for key, value in words.items())
 
 
-def default_sampler(shape: Shape) -> str:
-    """Few classes: per row and uniform, as in the paper. Many: shared by the minibatch and drawn by frequency.
+def default_sampler(shape: Shape, *, may_take_all: bool = True) -> str:
+    """Up to 2,000 classes all of them, above that a sample for the minibatch: the frequent ones always, others by luck.
 
-    With many classes most of the normaliser sits in the frequent ones; uniform draws miss them (docs/math.md).
+    A shared sample has up to 1,000 classes; where that is half of them or more, the sum over all costs about the same
+    and leaves nothing to chance. Who asks for a number of classes, or for a method that is about sampling, gets a
+    sample. `docs/samplers.md` has the variances behind these choices.
     """
-    return "uniform" if shape.n_classes <= 500 else "frequency-shared"
+    if may_take_all and shape.n_classes <= 2 * MOST_SHARED:
+        return AllClasses.name
+    return UniformPerRow.name if shape.n_classes <= 500 else HeadAndTail.name
 
 
 def default_n_sampled(shape: Shape, sampler: ClassSampler) -> int:
     """About the square root of K, in [20, 100], for each row; ten times that where the minibatch shares the draw."""
     per_row = int(min(max(20.0, math.sqrt(shape.n_classes)), 100.0))
-    shared = sampler.name.endswith("shared")
-    return min(10 * per_row, 1000) if shared else per_row
+    return min(10 * per_row, MOST_SHARED) if sampler.name.endswith("shared") else per_row
 
 
 def default_batch_size(shape: Shape) -> int:
@@ -80,30 +90,58 @@ def default_batch_size(shape: Shape) -> int:
 
 
 def default_epochs(shape: Shape) -> int:
-    """Enough visits of each row for its q to settle: 20 epochs, more where they are short."""
-    return 20 if shape.n_rows > 20_000 else 50 if shape.n_rows > 2_000 else 200
+    """10 epochs, more where they are short, or where there are fewer weights than rows and so nothing to overfit.
+
+    The rate falls over them (`default_adagrad`), so more of them is not simply better.
+    """
+    if shape.n_rows > 20_000:
+        return 50 if few_weights(shape) else 10
+    return 30 if shape.n_rows > 2_000 else 100
 
 
-def default_adagrad(rate: float | None, n_rows: int, batch_size: int) -> Adagrad:
-    """Rate 0.1 (0.3 up to 2,000 rows, which come in few steps), and an eps of N / B: the size of one row's gradient.
+def few_weights(shape: Shape) -> bool:
+    """Fewer weights than rows: next to nothing to overfit."""
+    return shape.n_classes * shape.n_features <= shape.n_rows
 
-    A plain Adagrad takes its full step on an entry's first gradient, however small; the weights of a rarely drawn class
-    then jump. With this eps an entry needs about one row's worth of evidence first. On held-out rows it is worth 0.1
-    nat on Bibtex with a prior and 1.1 without, and costs under 0.001 on MNIST (docs/defaults.md).
+
+def default_adagrad(rate: float | None, noise: Noise, shape: Shape, batch_size: int) -> Adagrad:
+    """A rate of 1.1 variances of the noise over the square root of a row's non-zeros, and an eps of half of N / B.
+
+    Adagrad's first step moves each of a row's m weights by the rate, whatever the gradient, and the score by as much as
+    m of them, or sqrt(m) where they disagree. The eps, half of one row's gradient, keeps it from that full step where
+    the first gradient is tiny: rarely drawn classes would jump. The rate is halved after a fifth of the usual epochs,
+    after a tenth where noise is all there is to fear, and so on like 1 / t (docs/defaults.md); in a stream,
+    which has no end, it stays.
     """
     if rate is None:
-        rate = 0.1 if n_rows > 2_000 else 0.3
-    return Adagrad(learning_rate=rate, eps=n_rows / batch_size)
+        per_row = max(1.0, shape.n_nonzero / max(1, shape.n_rows))
+        rate = min(1.1 * deviation(noise) ** 2 / math.sqrt(per_row), 0.3 if shape.stream else 1.0)
+    per_epoch = shape.n_rows / batch_size
+    share = 0.1 if few_weights(shape) else 0.2
+    return Adagrad(rate, 0.5 * per_epoch, None if shape.stream else share * default_epochs(shape) * per_epoch)
 
 
-def default_prior_variance(noise: Noise) -> float:
-    """0.6 times the variance of the noise, for a user's own noise 1: weights and noise add up to one utility."""
-    return {"softmax": 1.0, "probit": 0.6, "logistic": 2.0}.get(noise.name, 1.0)
+def default_prior_variance(noise: Noise, shape: Shape) -> float:
+    """Softmax: 3; with more weights than rows N / 15,000 in [0.2, 3]. Others: more by their variance, the utility's
+    unit.
+
+    Few rows for many weights need the prior's help: on held-out rows of four sets the best variance grew with N. A
+    stream, of unknown length, has 1.
+    """
+    of_softmax = 1.0 if shape.stream else 3.0 if few_weights(shape) else min(max(shape.n_rows / 15_000, 0.2), 3.0)
+    return of_softmax * deviation(noise) ** 2 / deviation(Gumbel()) ** 2
+
+
+def deviation(noise: Noise) -> float:
+    """Standard deviation of the noise; for a user's own, which need not have one, that of the Gumbel."""
+    return {"probit": 1.0, "logistic": math.pi / math.sqrt(3.0)}.get(noise.name, math.pi / math.sqrt(6.0))
 
 
 def resolve_optimizer(
-    optimizer: str | RowOptimizer | None, learning_rate: float | None, preset: str | None, n_rows: int, batch_size: int
-) -> RowOptimizer:
+    optimizer: str | RowOptimizer | None, learning_rate: float | None, preset: str | None, n_rows: int, batch_size: int,
+    adagrad: Adagrad | None = None,
+) -> RowOptimizer:  # fmt: skip
+    """The optimiser by its name, with `adagrad` for the one that has rules of its own; or the paper's."""
     if isinstance(optimizer, RowOptimizer):
         return optimizer
     if preset is not None and optimizer is None:
@@ -118,15 +156,33 @@ def resolve_optimizer(
             f"found {optimizer!r}."
         )
     if name == Adagrad.name:
-        return default_adagrad(learning_rate, n_rows, batch_size)
+        return adagrad if adagrad is not None else Adagrad(eps=n_rows / batch_size)
     cls = OPTIMIZERS[name]
     return cls() if learning_rate is None else cls(learning_rate=learning_rate)  # type: ignore[call-arg]
 
 
+def default_local_step(noise: Noise, shape: Shape | None) -> str:
+    """Up to 20,000 rows, which are visited 30 times and more, a q for each of them. Above, and in streams, predicted.
+
+    With ten visits a remembered q is always behind the weights; predicted from the features it is not
+    (docs/defaults.md: 0.2 to 0.3 nat on two sets). A probit's depends on the label's score too bluntly for that and
+    stays with Newton.
+    """
+    few_visits = shape is not None and (shape.stream or shape.n_rows > 20_000)
+    if few_visits and noise.name in ("softmax", "logistic"):
+        return Amortised.name
+    return NaturalGradient.name if noise.name == "softmax" else Newton.name
+
+
 def resolve_local(
-    local_step: str | LocalStep | None, noise: Noise, method: str, preset: str | None
-) -> LocalStep | None:
-    """The E step of a model: natural gradient for softmax, stochastic Newton for the others; or the paper's."""
+    local_step: str | LocalStep | None, noise: Noise, method: str, preset: str | None,
+    shape: Shape | None = None, sampler: ClassSampler | None = None,
+) -> LocalStep | None:  # fmt: skip
+    """The E step of a model: one q a row, moved at each visit; predicted where visits are few; or the paper's.
+
+    With all classes in the sum nothing is random: the E step goes the whole way, and the M step holds what it found.
+    For softmax that is the exact gradient of log p.
+    """
     if method != "augment-reduce":
         if local_step is not None:
             raise ValueError(
@@ -146,8 +202,12 @@ def resolve_local(
         if softmax:
             return NaturalGradient(StepSize(1.0, 0.9, "iteration"), uses_updated=True, floor=False)
         return Reparameterised(StepSize(0.01, 0.9, "iteration"), uses_updated=True)
+    elif local_step is None and isinstance(sampler, AllClasses):
+        if softmax:
+            return NaturalGradient(StepSize(1.0, 0.0, "visits"), uses_updated=True, floor=False)
+        return Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True)
     else:
-        name = local_step if local_step is not None else (NaturalGradient.name if softmax else Newton.name)
+        name = default_local_step(noise, shape) if local_step is None else local_step
         if name not in LOCAL_STEPS:
             raise ValueError(
                 f"Expected local_step to be one of {', '.join(map(repr, LOCAL_STEPS))} or a LocalStep object, "
@@ -171,7 +231,8 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
     if method == "exact":
         sampler: ClassSampler = AllClasses()
     elif sampling == "auto":
-        sampler = resolve_sampler("uniform" if preset else default_sampler(shape))
+        may_take_all = method == "augment-reduce" and get("n_sampled_classes") is None
+        sampler = resolve_sampler("uniform" if preset else default_sampler(shape, may_take_all=may_take_all))
     else:
         sampler = resolve_sampler(sampling)  # type: ignore[arg-type]
     asked = get("n_sampled_classes")
@@ -189,7 +250,8 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
         init = (float(get("init_scale")), float(get("init_scale")))  # type: ignore[arg-type]
     prior = get("prior_variance")
     if prior == "auto":
-        prior = None if preset else default_prior_variance(noise)
+        prior = None if preset else default_prior_variance(noise, shape)
+    adagrad = default_adagrad(get("learning_rate"), noise, shape, B)  # type: ignore[arg-type]
     return Settings(
         method=method,
         noise=noise,
@@ -197,8 +259,8 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
         n_sampled_classes=sampler.size(n_sampled),
         batch_size=B,
         max_iter=int(max_iter),  # type: ignore[call-overload]
-        optimizer=resolve_optimizer(get("optimizer"), get("learning_rate"), preset, shape.n_rows, B),  # type: ignore[arg-type]
-        local=resolve_local(get("local_step"), noise, method, preset),  # type: ignore[arg-type]
+        optimizer=resolve_optimizer(get("optimizer"), get("learning_rate"), preset, shape.n_rows, B, adagrad),  # type: ignore[arg-type]
+        local=resolve_local(get("local_step"), noise, method, preset, shape, sampler),  # type: ignore[arg-type]
         prior_variance=None if prior is None else float(prior),  # type: ignore[arg-type]
         prior_touched_only=preset == "paper",
         init_scale=init,

@@ -181,7 +181,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
                 )
             codes = self._encode(y)
             rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
-            settings, options = self._prepare(noise, rows, anew=first)
+            settings, options = self._prepare(noise, rows, anew=first, stream=True)
         return self._train(settings, rows, options, persistent=False)
 
     @contextlib.contextmanager
@@ -254,10 +254,14 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         weights = of_class[codes]
         return weights if sample_weight is None else weights * sample_weight
 
-    def _prepare(self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool) -> tuple[Settings, dict[str, Any]]:
+    def _prepare(
+        self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, stream: bool = False
+    ) -> tuple[Settings, dict[str, Any]]:
         """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
-        shape = Shape(len(rows.active()), rows.X.n_features, len(self.classes_), rows.n_nonzero)
+        n_rows = len(rows.active())
+        n_nonzero = rows.n_nonzero * n_rows // rows.X.n_rows
+        shape = Shape(n_rows, rows.X.n_features, len(self.classes_), n_nonzero, stream)
         settings = resolve(options, noise, shape, rows.torch_dtype)
         check_scale(rows.X.values, shape, settings.dtype)
         if anew:

@@ -26,7 +26,7 @@ from .progress import TrainingProgress
 from .sampler import AllClasses
 from .scores import kernels_for, score
 from .training import Evaluators, Run, Schedule, mix, train
-from .vem import Problem, State
+from .vem import Problem, State, as_minibatch
 
 GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
 VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
@@ -43,7 +43,7 @@ class TrainingRows:
 
     @property
     def n_nonzero(self) -> int:
-        return len(self.X.values) if isinstance(self.X, SparseRows) else self.X.values.size
+        return len(self.X.values) if isinstance(self.X, SparseRows) else int(np.count_nonzero(self.X.values))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -177,7 +177,7 @@ def run_here(
         fitted.class_counts = fitted.class_counts + np.bincount(rows.codes[active], minlength=len(fitted.class_counts))
         fitted.rows_seen += len(active)
         if settings.prior_variance is not None:
-            fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts()
+            fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts(active)
     problem = make_problem(fitted, settings, rows, active)
     problem.sampler.resume(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
@@ -206,7 +206,8 @@ def run_here(
             train(problem, state, schedule, evaluators, progress, fitted.run)
         finally:  # an interrupted fit keeps what it has learned, and can go on from there
             fitted.clock = state.clock
-            fitted.local = state.local if persistent else {}
+            lasting = persistent or (problem.local is not None and problem.local.amortises)
+            fitted.local = state.local if lasting else {}
             fitted.sampler = problem.sampler.kept()
 
 
@@ -259,6 +260,8 @@ def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent
     """Each row's q: that of the last fit where it was on as many rows, fresh otherwise."""
     if problem.local is None:
         return {}
+    if problem.local.amortises:
+        return fitted.local if "offset" in fitted.local else {}
     fresh = problem.local.init_state(rows.X.n_rows, fitted.parameters.weight.dtype)
     kept = fitted.local
     if persistent and kept.keys() == fresh.keys() and all(len(kept[k]) == len(fresh[k]) for k in kept):
@@ -304,7 +307,8 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callab
             bound = bounds.one_vs_each(gap, gap.new_zeros(()))
             visited = torch.ones(len(rows), dtype=torch.bool)
         else:
-            bound = problem.local.full_bound(state.local, index, problem.noise, gap)
+            minibatch = as_minibatch(problem, state, rows, labels)
+            bound = problem.local.bound_on_all(minibatch, scored.psi_y, state.local, problem.noise, gap)
             visited = ~problem.local.unvisited(state.local, index)
         log_p = quadrature.log_likelihood(problem.noise, gap.scatter(1, labels[:, None], 0.0), labels)
         return float((log_p - bound)[visited].mean()) if visited.any() else math.nan

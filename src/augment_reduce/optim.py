@@ -147,21 +147,32 @@ class SectionFour(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adagrad(RowOptimizer):
-    """Duchi et al. 2011:  s <- s + g^2,  w <- w + rate g / (sqrt(s) + eps). Indifferent to the scale of g."""
+    """Duchi et al. 2011:  s <- s + g^2,  w <- w + rate g / (sqrt(s) + eps). Indifferent to the scale of g.
+
+    With `half_after` the rate at step t is learning_rate / (1 + (t - 1) / half_after): what the noise of the
+    minibatches leaves in the weights dies out (docs/defaults.md). It goes by t alone, so a fit that goes on is one that
+    never stopped.
+    """
 
     kind = ADAGRAD
     n_states = 1
     name: ClassVar[str] = "adagrad"
     learning_rate: float = 0.1
     eps: float = 1e-10
+    half_after: float | None = None
+
+    def rate(self, t: int) -> float:
+        if self.half_after is None:
+            return self.learning_rate
+        return self.learning_rate / (1.0 + (t - 1) / self.half_after)
 
     def scalars(self, t: int) -> tuple[float, ...]:
-        return self.learning_rate, self.eps, 0.0, 0.0
+        return self.rate(t), self.eps, 0.0, 0.0
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         s = state[0]
         s.add_(g * g)
-        return self.learning_rate / (s.sqrt() + self.eps), g
+        return self.rate(t) / (s.sqrt() + self.eps), g
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from ._version import __version__
+from .defaults import LOCAL_STEPS
 from .files import ModelFileError, load_model, pack_names, save_model, unpack_names
 from .fitting import Fitted
 from .kernels.reference import Parameters
-from .local import LOCAL_STEPS, Clock, StepSize
+from .local import Clock, StepSize
 from .noise import NOISES
 from .optim import OPTIMIZERS
 from .sampler import SAMPLERS

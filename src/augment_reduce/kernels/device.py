@@ -60,8 +60,8 @@ class DeviceRows:
     def n_features(self) -> int:
         return self.source.n_features
 
-    def feature_counts(self) -> np.ndarray:
-        return self.source.feature_counts()
+    def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
+        return self.source.feature_counts(rows)
 
 
 class Batch(NamedTuple):

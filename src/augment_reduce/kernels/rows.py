@@ -35,9 +35,14 @@ class SparseRows:
         )
         return torch.tensor(matrix[rows].toarray(), dtype=dtype)
 
-    def feature_counts(self) -> np.ndarray:
-        """In how many rows each feature is non-zero."""
-        return np.bincount(self.indices[self.values != 0], minlength=self.n_features)
+    def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """In how many rows (of these, each once) every feature is non-zero."""
+        counted = self.values != 0
+        if rows is not None and len(rows) < self.n_rows:
+            taken = np.zeros(self.n_rows, dtype=bool)
+            taken[rows] = True
+            counted &= np.repeat(taken, np.diff(self.indptr))
+        return np.bincount(self.indices[counted], minlength=self.n_features)
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,9 @@ class DenseRows:
     def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.tensor(self.values[rows], dtype=dtype)
 
-    def feature_counts(self) -> np.ndarray:
-        return np.count_nonzero(self.values, axis=0)
+    def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
+        whole = rows is None or len(rows) == self.n_rows
+        return np.count_nonzero(self.values if whole else self.values[rows], axis=0)
 
 
 Rows = SparseRows | DenseRows

@@ -1,0 +1,145 @@
+"""What is chosen when nothing is: the rules, what all classes in the sum make of it, and that no scale breaks a fit."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.amortised import Amortised
+from augment_reduce.defaults import Shape, default_epochs, default_prior_variance, resolve
+from augment_reduce.local import NaturalGradient, Newton
+from augment_reduce.noise import NOISES, resolve_noise
+from augment_reduce.optim import Adagrad
+
+MNIST = Shape(60_000, 784, 10, 60_000 * 150)
+BIBTEX = Shape(4_880, 1_836, 146, 4_880 * 68)
+OMNIGLOT = Shape(25_968, 784, 1_623, 25_968 * 190)
+DEBIAN = Shape(161_000, 21_494, 5_694, 161_000 * 13)
+NOTHING_SET = AugmentReduceClassifier().get_params()
+
+
+def settings(shape, model="softmax", **changes):
+    return resolve({**NOTHING_SET, **changes}, resolve_noise(model), shape, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [MNIST, BIBTEX, OMNIGLOT])
+def test_few_classes_are_all_summed(shape):
+    chosen = settings(shape)
+    assert (chosen.sampler.name, chosen.n_sampled_classes) == ("all", shape.n_classes)
+    assert isinstance(chosen.local, NaturalGradient)
+    assert chosen.local.uses_updated
+
+
+def test_many_classes_are_sampled_by_the_minibatch_and_q_is_predicted():
+    chosen = settings(DEBIAN)
+    assert (chosen.sampler.name, chosen.n_sampled_classes) == ("head-tail-shared", 750)
+    assert isinstance(chosen.local, Amortised)
+    assert isinstance(settings(DEBIAN, "probit").local, Newton)
+
+
+def test_who_asks_for_a_number_of_classes_gets_a_sample():
+    assert settings(BIBTEX, n_sampled_classes=20).sampler.name == "uniform"
+    assert settings(OMNIGLOT, n_sampled_classes=50).sampler.name == "head-tail-shared"
+    assert settings(BIBTEX, method="sampled-softmax").sampler.name == "uniform"
+
+
+def test_presets_keep_the_papers_choices():
+    chosen = settings(DEBIAN, preset="paper")
+    assert (chosen.sampler.name, chosen.optimizer.name, chosen.prior_variance) == ("uniform", "section4", None)
+
+
+def test_the_first_step_is_measured_in_noise_over_the_root_of_the_nonzeros():
+    for name, noise in NOISES.items():
+        variance = {"softmax": math.pi**2 / 6, "probit": 1.0, "logistic": math.pi**2 / 3}[name]
+        optimizer = resolve(NOTHING_SET, noise(), BIBTEX, torch.float32).optimizer
+        assert optimizer.learning_rate == pytest.approx(1.1 * variance / math.sqrt(68))
+        assert default_prior_variance(noise(), BIBTEX) == pytest.approx(4_880 / 15_000 * variance * 6 / math.pi**2)
+    assert settings(BIBTEX, learning_rate=0.7).optimizer.learning_rate == 0.7
+
+
+def test_fewer_weights_than_rows_go_on_longer_with_a_weak_prior():
+    assert (default_epochs(MNIST), default_epochs(OMNIGLOT), default_epochs(BIBTEX)) == (50, 10, 30)
+    assert default_prior_variance(resolve_noise("softmax"), MNIST) == 3.0
+
+
+def test_zeros_of_dense_rows_are_not_counted():
+    """The same rows, dense and sparse, have the same defaults: all of the fit is then the same to rounding."""
+    rng = np.random.default_rng(0)
+    dense = rng.normal(size=(300, 40)) * (rng.random((300, 40)) < 0.1)
+    y = rng.integers(0, 7, 300)
+    fits = [AugmentReduceClassifier(random_state=0, max_epochs=3).fit(X, y) for X in (dense, sp.csr_matrix(dense))]
+    np.testing.assert_allclose(fits[0].coef_, fits[1].coef_, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_of_weight_zero_do_not_count_for_the_rules():
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(120, 5)), rng.integers(0, 4, 120)
+    weight = np.repeat([1.0, 0.0], [80, 40])
+    with_zeros = AugmentReduceClassifier(random_state=0).fit(X, y, sample_weight=weight)
+    without = AugmentReduceClassifier(random_state=0).fit(X[:80], y[:80])
+    np.testing.assert_allclose(with_zeros.coef_, without.coef_, rtol=1e-9, atol=1e-12)
+
+
+def test_the_rate_goes_by_the_step_alone():
+    optimizer = Adagrad(0.6, half_after=10.0)
+    assert optimizer.scalars(1)[0] == 0.6
+    assert optimizer.scalars(11)[0] == pytest.approx(0.3)
+    assert optimizer.scalars(21)[0] == pytest.approx(0.2)
+    state = [torch.zeros(1)]
+    assert float(optimizer.direction(torch.ones(1), state, 11)[0]) == pytest.approx(0.3)
+    assert Adagrad(0.6).scalars(10**6)[0] == 0.6
+
+
+def classes_in_blobs(n, K, D, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, K, n)
+    return 2.0 * rng.normal(size=(K, D))[y] + rng.normal(size=(n, D)), y
+
+
+def test_with_all_classes_augment_reduce_is_the_exact_fit():
+    X, y = classes_in_blobs(200, 9, 4)
+    ours, exact = (
+        AugmentReduceClassifier(method=method, random_state=0, max_epochs=5).fit(X, y)
+        for method in ("augment-reduce", "exact")
+    )
+    np.testing.assert_allclose(ours.coef_, exact.coef_, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", ["probit", "logistic"])
+def test_with_all_classes_the_other_models_come_close_to_their_exact_fit(model):
+    """Same optimiser, same steps; what differs is a bound in place of the integral. 2 % is what the bound may cost."""
+    X, y = classes_in_blobs(400, 9, 4)
+    ours, exact = (
+        AugmentReduceClassifier(model, method=method, random_state=0, max_epochs=30).fit(X, y).log_likelihood(X, y)
+        for method in ("augment-reduce", "exact")
+    )
+    assert abs(ours - exact) < 0.02 * abs(exact)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("start", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize(("model", "size"), [("softmax", None), ("softmax", 1), ("probit", None), ("logistic", 1)])
+def test_no_scale_of_features_or_of_the_start_diverges(model, size, start, scale):
+    """The end is finite, and no worse on the training rows than the start: nothing ran away."""
+    X, y = classes_in_blobs(300, 12, 5)
+    fits = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for steps in (1, 400):
+            clf = AugmentReduceClassifier(
+                model, n_sampled_classes=size, init_scale=start, max_iter=steps, random_state=0, batch_size=30
+            )
+            fits.append(clf.fit(scale * X, y).log_likelihood(scale * X, y))
+    assert math.isfinite(fits[1])
+    assert fits[1] > fits[0]
+
+
+@pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
+def test_one_sampled_class_learns(model):
+    X, y = classes_in_blobs(500, 12, 5)
+    clf = AugmentReduceClassifier(model, n_sampled_classes=1, random_state=0, max_epochs=60).fit(X, y)
+    assert clf.score(X, y) > 0.75  # all classes summed: 0.86
