@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--datasets", nargs="+", default=["bibtex", "mnist"], choices=["bibtex", "mnist", "omniglot"])
     parser.add_argument("--models", nargs="+", default=list(CHANGES), choices=list(CHANGES))
+    parser.add_argument("--changes", nargs="+", type=int, help="only these, by place in the list, from 0")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, help="instead of the paper's, for a trial")
     parser.add_argument("--output", type=Path, help="a csv file for the table")
@@ -94,7 +95,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         source, steps = load(study, None), options.iterations or study.iterations
         for model in options.models:
             base = None
-            for name, change in CHANGES[model].items():
+            for place, (name, change) in enumerate(CHANGES[model].items()):
+                if options.changes and place not in options.changes:
+                    continue
                 runs = [one_run(study, source, model, change, seed, steps) for seed in options.seeds]
                 values = np.array([run["test_log_likelihood"] for run in runs])
                 base = values.mean() if base is None else base

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+import augment_reduce
+
 RESULTS = Path(__file__).with_name("results.csv")
 COLUMNS = ("date", "benchmark", "case", "quantity", "p50", "p20", "p80", "runs", "machine", "versions")
 
@@ -28,8 +30,9 @@ def machine() -> str:
 
 
 def versions() -> str:
-    packages = ("augment-reduce", "torch", "numba", "numpy", "scikit-learn")
-    return " ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+    packages = ("torch", "numba", "numpy", "scikit-learn")
+    ours = f"augment-reduce {augment_reduce.__version__}"  # runs from a source tree too
+    return " ".join([f"python {platform.python_version()}", ours, *(f"{name} {version(name)}" for name in packages)])
 
 
 def row(benchmark: str, case: str, quantity: str, values: list[float]) -> dict[str, object]:

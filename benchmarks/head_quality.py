@@ -1,7 +1,8 @@
-"""How far the head gets in how many seconds, beside exact and sampled softmax, on one GPU.
+"""How far the head gets in how many seconds, beside exact and sampled softmax, on one GPU or a few CPU cores.
 
     python benchmarks/head_quality.py                          # everything; appends to benchmarks/head_quality.csv
     python benchmarks/head_quality.py --only words --seconds 20
+    python benchmarks/head_quality.py --only words --device cpu --threads 2 --seconds 600 --ours 600
     python benchmarks/head_quality.py --tiny                   # small problems on the CPU: does it run?
 
     problem    what is learned                                                                        K
@@ -10,8 +11,8 @@
     words      the next word of WordNet's definitions, from the last five; one hidden layer           53,775
 
 All methods share network, minibatches and optimisers (Adam for the network, Adagrad for the output layer), and run as a
-CUDA graph; the clock runs while they train, not while they are looked at. Sampled softmax has our sampler and our
-kernels: the head with its local parameter put to the logarithm of the sample's own sum (`floor=0`).
+CUDA graph where there is a GPU; the clock runs while they train, not while they are looked at. Sampled softmax has our
+sampler and our kernels: the head with its local parameter put to the logarithm of the sample's own sum (`floor=0`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from augment_reduce.nn import AugmentReduceHead
 
 FIELDS = ("problem", "method", "K", "D", "B", "S", "rate", "seconds", "steps", "log_likelihood", "machine", "versions")
 METHODS = ("exact", "ours", "ours fresh", "sampled softmax", "probit", "logistic")
+CPU_LOOKS = (10.0, 20.0, 40.0, 60.0, 90.0, 120.0, 180.0, 240.0, 300.0, 400.0, 600.0, 900.0, 1200.0, 1800.0)
 
 
 @dataclass
@@ -133,7 +135,7 @@ def words(device: torch.device, tiny: bool, folder: str | None) -> Problem:
 
 
 class ExactHead(nn.Module):
-    """A linear layer and cross entropy in bfloat16, with the dense form of the head's Adagrad."""
+    """A linear layer and cross entropy, on a GPU in bfloat16, with the dense form of the head's Adagrad."""
 
     def __init__(self, width: int, counts: Tensor, rate: float) -> None:
         super().__init__()
@@ -146,8 +148,11 @@ class ExactHead(nn.Module):
             self.register_buffer(f"state_{i}", state)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        psi = F.linear(hidden.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
-        return F.cross_entropy(psi, target)
+        if hidden.is_cuda:
+            hidden, weight, bias = hidden.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()
+        else:
+            weight, bias = self.weight, self.bias
+        return F.cross_entropy(F.linear(hidden, weight, bias), target)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -256,7 +261,7 @@ def train(
     spent, steps = 0.0, 0
     for at in [t for t in trainer.problem.looks if t < seconds] + [seconds]:
         while spent < at and steps < max_steps:
-            n = min(20, max_steps - steps)
+            n = min(20 if trainer.device.type == "cuda" else 1, max_steps - steps)
             began = time.perf_counter()
             trainer.run(n)
             if trainer.device.type == "cuda":
@@ -279,15 +284,25 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--rates", nargs="+", type=float, default=[0.1], help="of Adagrad")
     parser.add_argument("--folder", default=None, help="where WordNet's definitions are")
     parser.add_argument("--out", default=str(Path(__file__).with_name("head_quality.csv")))
+    parser.add_argument("--test-rows", type=int, default=None, help="look at these many test rows, drawn once")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=None, help="of the CPU")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+    device = torch.device("cpu" if args.tiny else args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     made = {"zipf": lambda: zipf(device, args.tiny), "debian": lambda: debian(device, args.tiny)}
     made["words"] = lambda: words(device, args.tiny, args.folder)
     rows: list[dict[str, Any]] = []
     for name in args.only:
         problem = made[name]()
         problem.n_sampled = args.sampled or problem.n_sampled
+        if args.test_rows:
+            x, y = problem.test
+            some = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[: args.test_rows].to(device)
+            problem.test = x[some], y[some]
+        problem.looks = problem.looks if device.type == "cuda" else CPU_LOOKS
         print(f"{name}: {len(problem.labels)} rows, {problem.n_classes} classes", flush=True)
         for method in args.methods:
             for rate in args.rates:

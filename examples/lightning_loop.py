@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from plain_torch import N_CLASSES, N_FEATURES, WIDTH, batches
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from augment_reduce.nn import AugmentReduceHead
 
@@ -49,7 +50,8 @@ class Classifier(pl.LightningModule):
 def main(n_steps: int = 400) -> None:
     counts = torch.stack([y for _, y in batches(20)]).flatten().bincount(minlength=N_CLASSES)
     trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer.fit(Classifier(counts), list(batches(n_steps)), list(batches(2)))
+    training, validation = (DataLoader(list(batches(n)), batch_size=None) for n in (n_steps, 2))
+    trainer.fit(Classifier(counts), training, validation)
     print({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 

@@ -1,0 +1,118 @@
+"""From the paper's preset to the defaults, one improvement after another: what each buys on test rows.
+
+python benchmarks/ablate_defaults.py --output docs/results/defaults.csv
+python benchmarks/ablate_defaults.py --datasets bibtex --models softmax --seeds 0 1 2
+python benchmarks/ablate_defaults.py --table docs/results/defaults.csv        # as markdown
+
+step         what is new in it; the rest is as in the line above
+paper        preset="paper" with the paper's B, |S| and iterations
+E step       by each row's visits, with the old q held by the M step, floored; probit, logistic: stochastic Newton
+optimiser    our Adagrad, start, minibatch and number of epochs; classes still drawn for each row, |S| of the paper
+prior        the default prior
+classes      the default sampler: all classes up to 2,000, else the frequent ones always and a shared sample of the rest
+default      nothing set: the E step that fits the sampler
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.experiments.evaluate import heldout_metrics
+from augment_reduce.experiments.settings import STUDIES, Study
+from augment_reduce.experiments.sources import load
+from augment_reduce.local import NaturalGradient, Newton
+
+STEPS = ("paper", "E step", "optimiser", "prior", "classes", "default")
+COLUMNS = ("dataset", "model", "step", "seed", "test log likelihood", "accuracy", "bound gap", "seconds")
+
+
+def settings(step: str, study: Study, model: str, iterations: int | None) -> dict[str, Any]:
+    """What the estimator is given for a line of the table."""
+    e_step = {"local_step": NaturalGradient() if model == "softmax" else Newton()}
+    of_paper = {"n_sampled_classes": study.n_sampled_classes, "class_sampling": "uniform"}
+    preset = {
+        "preset": "paper", "batch_size": study.batch_size, "max_iter": iterations or study.iterations, **of_paper
+    }  # fmt: skip
+    ours = {"max_iter": iterations} if iterations else {}
+    return {
+        "paper": preset,
+        "E step": preset | e_step,
+        "optimiser": ours | of_paper | e_step | {"prior_variance": None},
+        "prior": ours | of_paper | e_step,
+        "classes": ours | e_step,
+        "default": ours,
+    }[step]
+
+
+def one_fit(study: Study, model: str, step: str, seed: int, iterations: int | None, source: Any) -> dict[str, Any]:
+    clf = AugmentReduceClassifier(model, random_state=seed, n_jobs=1, **settings(step, study, model, iterations))
+    clf.fit(source.X, source.y)
+    found = heldout_metrics(clf, source.X_test, source.y_test)
+    gaps = clf.history_["bound_gap"][~np.isnan(clf.history_["bound_gap"])]
+    values = (found["test_log_likelihood"], found["test_accuracy"], gaps[-1] if len(gaps) else np.nan)
+    row = (study.name, model, step, seed, *(f"{x:.4f}" for x in values), f"{clf.history_['seconds'][-1]:.1f}")
+    return dict(zip(COLUMNS, row, strict=True))
+
+
+def table(path: Path) -> str:
+    """Means over seeds, as markdown."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = ["| | |" + " | ".join(STEPS) + " |", "|---" * (len(STEPS) + 2) + "|"]
+    for dataset, model in dict.fromkeys((row["dataset"], row["model"]) for row in rows):
+        cells = []
+        for step in STEPS:
+            found = [row for row in rows if (row["dataset"], row["model"], row["step"]) == (dataset, model, step)]
+            cells.append(
+                f"{np.mean([float(r[COLUMNS[4]]) for r in found]):.3f} / "
+                f"{np.mean([float(r[COLUMNS[5]]) for r in found]):.3f}".replace("0.", ".", 0)
+                if found else "-"
+            )  # fmt: skip
+        lines.append(f"| {dataset} | {model} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--datasets", nargs="+", default=["bibtex", "mnist", "omniglot"])
+    parser.add_argument("--models", nargs="+", default=["softmax", "probit", "logistic"])
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, help="of every fit, for a trial")
+    parser.add_argument("--output", type=Path, help="a csv file to append to, a line as soon as it is there")
+    parser.add_argument("--table", type=Path, help="print this file as a table, and do nothing else")
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(table(options.table))
+        return []
+    rows: list[dict[str, Any]] = []
+    for dataset in options.datasets:
+        source = load(STUDIES[dataset], None)
+        for model in options.models:
+            for step in options.steps:
+                for seed in options.seeds:
+                    rows.append(one_fit(STUDIES[dataset], model, step, seed, options.iterations, source))
+                    print(", ".join(str(value) for value in rows[-1].values()), flush=True)
+                    if options.output:
+                        append(options.output, rows[-1])
+    return rows
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
