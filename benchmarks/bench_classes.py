@@ -22,6 +22,7 @@ from augment_reduce.kernels import compiled, cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import Clock, NaturalGradient
+from augment_reduce.memory import zeros
 from augment_reduce.noise import Gumbel
 from augment_reduce.optim import Adagrad
 from augment_reduce.sampler import SAMPLERS
@@ -35,7 +36,7 @@ def make_problem(n_classes: int, B: int, S: int, D: int, nnz: int, sampling: str
     columns = np.concatenate([generator.choice(D, nnz, replace=False) for _ in range(n_rows)])
     values = generator.random(n_rows * nnz, dtype=np.float32)
     X = sp.csr_matrix((values, columns, np.arange(0, n_rows * nnz + 1, nnz)), shape=(n_rows, D))
-    weight, bias = torch.zeros(n_classes, D), torch.zeros(n_classes)
+    weight, bias = zeros((n_classes, D), torch.float32), torch.zeros(n_classes)
     optimizer, local = Adagrad(), NaturalGradient()
     sampler = SAMPLERS[sampling]().bind(np.ones(n_classes), cpu.draw_without_replacement)
     problem = Problem(

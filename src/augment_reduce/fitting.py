@@ -21,6 +21,7 @@ from .defaults import Settings
 from .kernels.reference import Parameters
 from .kernels.rows import Rows, SparseRows
 from .local import Clock, LocalState
+from .memory import zeros
 from .optim import Prior
 from .progress import TrainingProgress
 from .sampler import AllClasses
@@ -82,7 +83,7 @@ def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_
     """Fresh parameters: zeros, or Gaussian with the preset's scales, from the seed."""
     generator = torch.Generator().manual_seed(mix(seed, 0, 0))
     scale_w, scale_b = settings.init_scale
-    weight = torch.zeros(n_classes, n_features, dtype=settings.dtype)
+    weight = zeros((n_classes, n_features), settings.dtype)
     bias = torch.zeros(n_classes, dtype=settings.dtype)
     if scale_w:
         weight.normal_(0.0, scale_w, generator=generator)

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .memory import zeros
+
 SECTION4, ADAGRAD, ROWWISE_ADAGRAD, ADAM, SECTION4_EVERY_ENTRY = range(5)  # from ADAM on: two states
 PRIOR_NONE, PRIOR_UNBIASED, PRIOR_TOUCHED = 0, 1, 2
 
@@ -75,7 +77,9 @@ class RowOptimizer:
     def init_state(self, weight: Tensor) -> list[Tensor]:
         if self.rowwise and weight.ndim == 2:
             return [torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)]
-        return [torch.zeros_like(weight) for _ in range(self.n_states)]
+        if not weight.is_cpu:
+            return [torch.zeros_like(weight) for _ in range(self.n_states)]
+        return [zeros(tuple(weight.shape), weight.dtype) for _ in range(self.n_states)]
 
     def scalars(self, t: int) -> tuple[float, ...]:
         """Everything the entry rule needs at iteration t (from 1), as four numbers."""
