@@ -282,3 +282,13 @@ def test_milliseconds_a_step_by_device(benchmark_named):
     rows = benchmark_named("bench_device").main(["--tiny", "--turns", "1"])
     assert [row["quantity"] for row in rows] == ["milliseconds a step"]
     assert float(rows[0]["p50"]) > 0
+
+
+def test_quality_by_sampled_classes(benchmark_named, tmp_path):
+    table, picture = tmp_path / "sizes.csv", tmp_path / "sizes.png"
+    rows = benchmark_named("bench_sizes").main(
+        ["--tiny", "--datasets", "bibtex", "--output", str(table), "--picture", str(picture)]
+    )
+    assert {row["method"] for row in rows} == {"augment-reduce", "one-vs-each", "sampled-softmax", "exact"}
+    assert len(table.read_text().splitlines()) == len(rows) + 1
+    assert picture.stat().st_size > 10_000
