@@ -8,7 +8,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from augment_reduce import AugmentReduceClassifier
+from augment_reduce import Adagrad, AugmentReduceClassifier
 from augment_reduce.amortised import Amortised, add_rows, products
 from augment_reduce.bounds import exact_softmax
 from augment_reduce.kernels import cpu
@@ -158,7 +158,8 @@ def test_a_stream_keeps_what_it_learned_in_memory_that_ignores_the_rows(tmp_path
         X, y = stream(200, part)
         clf.partial_fit(X, y, classes=np.arange(12) if part == 0 else None)
         sizes.append({name: value.numel() for name, value in clf._fitted.local.items()})
-    assert sizes[0] == sizes[2] == {"offset": 1, "slope": 12, "label_slope": 1, "label_mean": 1, "learned": 1}
+    numbers = {"start": 1, "offset": 1, "slope": 12, "label_slope": 1, "label_mean": 1, "learned": 1}
+    assert sizes[0] == sizes[2] == numbers
     assert int(clf._fitted.local["learned"]) == 30
     clf.save(tmp_path / "model")
     again = AugmentReduceClassifier.load(tmp_path / "model")
@@ -181,3 +182,35 @@ def test_the_gap_shrinks_while_training(model):
     clf = stream_fitter(model=model, max_epochs=60, local_step="amortised").fit(X, y)
     gap = clf.history_["bound_gap"][~np.isnan(clf.history_["bound_gap"])]
     assert 0 < gap[-1] < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("model", MODELS)
+def test_resumed_through_a_file_to_the_bit(model, dtype, tmp_path):
+    X, y = stream(200, 1)
+    settings = {"model": model, "local_step": "amortised", "dtype": dtype}
+    whole = stream_fitter(max_iter=60, **settings).fit(X, y)
+    half = stream_fitter(max_iter=23, warm_start=True, **settings).fit(X, y)
+    half.save(tmp_path / "half")
+    resumed = AugmentReduceClassifier.load(tmp_path / "half").set_params(max_iter=37).fit(X, y)
+    np.testing.assert_array_equal(resumed.coef_, whole.coef_)
+
+
+@pytest.mark.parametrize(("first", "then"), [("softmax", "logistic"), ("logistic", "softmax"), ("probit", "logistic")])
+def test_what_another_model_has_learned_is_not_taken_up(first, then):
+    X, y = stream(200, 1)
+    clf = stream_fitter(model=first, local_step="amortised").partial_fit(X, y, classes=np.arange(12))
+    clf.set_params(model=then).partial_fit(X, y)
+    assert int(clf._fitted.local["learned"]) == 10  # of this call alone
+    assert len(clf._fitted.local["offset"]) == (1 if then == "softmax" else 2)
+
+
+def test_a_stream_does_not_use_up_the_rate_of_a_later_fit():
+    X, y = stream(400, 3)
+    clf = stream_fitter().partial_fit(X, y, classes=np.arange(12))
+    clf.partial_fit(X, y)
+    assert clf._fitted.stream_steps == 40
+    clf.set_params(warm_start=True, max_iter=1).fit(X, y)
+    assert clf._fitted.stream_steps == 40
+    assert Adagrad(0.4, half_after=10.0).after(40).scalars(41)[0] == 0.4
+    assert Adagrad(0.4, half_after=10.0).after(40).scalars(51)[0] == pytest.approx(0.2)

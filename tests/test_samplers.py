@@ -233,3 +233,14 @@ def test_errors_say_what_to_do():
         HardNegativeCache(cache_share=2.0)
     with pytest.raises(TypeError, match="draw_for"):
         Conditional().draw(torch.tensor([0]), 1, generator=rng(0), dtype=torch.float32)
+
+
+def test_weights_that_have_diverged_are_reported_by_the_sampler_that_scores_them():
+    X = torch.randn(60, 3, generator=rng(0)).numpy()
+    y = np.arange(60) % 6
+    clf = AugmentReduceClassifier(
+        class_sampling="conditional", n_sampled_classes=2, batch_size=20, max_iter=3, random_state=0, warm_start=True
+    ).fit(X, y)
+    clf._fitted.parameters.weight[2] = torch.inf
+    with pytest.raises(FloatingPointError, match="After iteration 3: The scores stopped being finite"):
+        clf.fit(X, y)

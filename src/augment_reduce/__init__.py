@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .amortised import Amortised
     from .data import load_dataset
     from .estimator import AugmentReduceClassifier
     from .files import ModelFileError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .noise import Gumbel, Logistic, Noise, Normal
     from .optim import Adagrad, Adam, RowwiseAdagrad, SectionFour
     from .sampler import (
+        AllClasses,
         ClassSampler,
         Conditional,
         FrequencyPerRow,
@@ -45,9 +47,11 @@ _HOME = {
             "HeadAndTail",
             "HardNegativeCache",
             "Conditional",
+            "AllClasses",
         ),
         "sampler",
     ),
+    "Amortised": "amortised",
     **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local"),
     **dict.fromkeys(("SectionFour", "Adagrad", "RowwiseAdagrad", "Adam"), "optim"),
 }
@@ -55,6 +59,8 @@ _HOME = {
 __all__ = [
     "Adagrad",
     "Adam",
+    "AllClasses",
+    "Amortised",
     "AugmentReduceClassifier",
     "ClassSampler",
     "Conditional",

@@ -47,7 +47,7 @@ class Amortised(LocalStep):
     """
 
     name: ClassVar[str] = "amortised"
-    uses_updated: bool = False
+    uses_updated: ClassVar[bool] = False  # type: ignore[misc]
     floor: float | None = 1.0
     n_nodes: int = 5
 
@@ -63,11 +63,20 @@ class Amortised(LocalStep):
         """Before the first step: what q is where all scores are equal."""
         K, dtype = len(minibatch.parameters.bias), minibatch.parameters.bias.dtype
         offset = torch.tensor(first_guess(noise, K), dtype=dtype)
-        state["offset"] = offset
+        state["start"] = offset
+        state["offset"] = offset.clone()
         state["slope"] = torch.zeros(len(offset), minibatch.X.n_features, dtype=dtype)
         state["label_slope"] = torch.zeros_like(offset)
         state["label_mean"] = torch.zeros(1, dtype=dtype)
         state["learned"] = torch.zeros(1, dtype=torch.int64)
+
+    def knows(self, state: LocalState, noise: Noise, n_classes: int) -> bool:
+        """Whether this is a state of the same model over as many classes: they start alike, and no others do."""
+        return (
+            "start" in state
+            and state["start"].tolist()
+            == torch.tensor(first_guess(noise, n_classes), dtype=state["start"].dtype).tolist()
+        )
 
     def predict(self, state: LocalState, noise: Noise, minibatch: Minibatch, psi_y: Tensor) -> Tensor:
         """parts (Q, B); a softmax's c is no lower than psi_y, since the label is one of the classes."""
@@ -121,7 +130,7 @@ class Amortised(LocalStep):
         """
         B = rho.shape[1]
         seen = int(state["learned"])
-        state["offset"] += max(1.0 / (seen + 1.0), OFFSET_RATE) * rho.mean(dim=1)
+        state["offset"] += max(1.0 / (seen + 2.0), OFFSET_RATE) * rho.mean(dim=1)
         add_rows(minibatch.X, minibatch.rows, SLOPE_RATE * rho, state["slope"])
         if with_label:
             label = psi_y - state["label_mean"]

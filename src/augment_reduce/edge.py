@@ -54,14 +54,17 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     """What a fit will allocate that is large, by name, in bytes."""
     item = torch.empty(0, dtype=settings.dtype).element_size()
     matrix = shape.n_classes * shape.n_features * item
-    per_step = settings.batch_size * (settings.n_sampled_classes + 1) * (item + 8) * 4
+    nodes = 1 if settings.noise.name == "softmax" else getattr(settings.local, "n_nodes", 1)
+    per_step = settings.batch_size * (settings.n_sampled_classes + 1) * ((item + 8) * 4 + 3 * item * (nodes - 1))
     sizes = {"weights": matrix}
     sizes["optimiser state"] = (
         shape.n_classes * item if settings.optimizer.rowwise else settings.optimizer.n_states * matrix
     )
     if early_stopping:
         sizes["best weights so far"] = matrix
-    sizes["per-row state"] = shape.n_rows * (3 * item if settings.local else 0)
+    kept_for_rows = settings.local is not None and not settings.local.amortises
+    sizes["per-row state"] = shape.n_rows * 3 * item if kept_for_rows else 0
+    sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
     sizes["one step"] = per_step
     return sizes
 

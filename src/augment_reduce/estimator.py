@@ -29,7 +29,8 @@ from .scores import kernels_for
 
 
 class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
-    """Softmax, multinomial probit or logistic, fitted at a cost that does not grow with the number of classes.
+    """Softmax, multinomial probit or logistic for very many classes: beyond 2,000 at a cost that does not grow with
+    them.
 
     Maximises sum_n L_n - ||w||^2 / (2 prior_variance), where L_n is a lower bound on log p(y_n | x_n) estimated from
     a few sampled classes (Ruiz, Titsias, Dieng, Blei 2018). Linear scores: psi_nk = w_k . x_n + b_k.
@@ -43,16 +44,19 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     n_sampled_classes : int, optional
         |S|, how many classes stand for the rest. More than there are others means all others.
     class_sampling : "auto", a name or a ClassSampler
-        "uniform", "uniform-shared", "frequency", "frequency-shared"; "-shared": one draw for the whole minibatch.
+        "all", "uniform", "frequency", "conditional" (for each row, the last by its features), "uniform-shared",
+        "frequency-shared", "head-tail-shared", "cache-shared" (one draw for the whole minibatch). "auto": all up to
+        2,000 classes, "head-tail-shared" above; with `n_sampled_classes` set always a sample.
     batch_size, max_iter, max_epochs : int, optional
         Rows a step, and how many steps, or passes over the data (set one of the two).
     prior_variance : "auto", float or None
-        Variance v of a Gaussian prior on weights and biases. "auto" is 1 for softmax, 0.6 for probit, 2 for logistic
-        (0.6 times the variance of the noise), and none with a preset; None is maximum likelihood.
+        Variance v of a Gaussian prior on weights and biases. "auto" goes by the rows (0.2 to 3 for softmax, times 0.61
+        for probit and 2 for logistic: docs/defaults.md), and is none with a preset; None is maximum likelihood.
     optimizer, learning_rate : optional
         "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.
     local_step : optional
-        The E step: "natural-gradient" (softmax), "newton", "gradient", or a LocalStep.
+        The E step: "natural-gradient" (softmax), "newton", "gradient", "amortised" (predicted from the features,
+        nothing is kept for a row), or a LocalStep.
     early_stopping, validation_fraction, n_iter_no_change, tol
         Hold out that share of the rows, stop when their log likelihood has not risen by `tol` for
         `n_iter_no_change` looks, and keep the best weights.

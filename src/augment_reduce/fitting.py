@@ -74,6 +74,7 @@ class Fitted:
     sampler: dict[str, Tensor] = field(default_factory=dict)  # what a sampler that learns has learned
     run: Run = field(default_factory=Run)
     rows_seen: int = 0
+    stream_steps: int = 0  # of partial_fit, which rates that fall over a fit do not count
     class_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
     feature_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sparse_weight: sp.csr_matrix | None = None  # in place of parameters.weight after sparsify()
@@ -206,6 +207,7 @@ def run_here(
         try:
             train(problem, state, schedule, evaluators, progress, fitted.run)
         finally:  # an interrupted fit keeps what it has learned, and can go on from there
+            fitted.stream_steps += 0 if persistent else state.clock.iteration - fitted.clock.iteration
             fitted.clock = state.clock
             lasting = persistent or (problem.local is not None and problem.local.amortises)
             fitted.local = state.local if lasting else {}
@@ -249,7 +251,7 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         sampler=settings.sampler.bind(fitted.class_counts, kernels.draw_without_replacement),
         n_sampled=settings.n_sampled_classes,
         local=settings.local,
-        optimizer=settings.optimizer,
+        optimizer=settings.optimizer.after(fitted.stream_steps),
         prior=prior,
         kernels=kernels,
     )
@@ -262,7 +264,7 @@ def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent
     if problem.local is None:
         return {}
     if problem.local.amortises:
-        return fitted.local if "offset" in fitted.local else {}
+        return fitted.local if problem.local.knows(fitted.local, problem.noise, len(fitted.class_counts)) else {}
     fresh = problem.local.init_state(rows.X.n_rows, fitted.parameters.weight.dtype)
     kept = fitted.local
     if persistent and kept.keys() == fresh.keys() and all(len(kept[k]) == len(fresh[k]) for k in kept):

@@ -113,6 +113,10 @@ class LocalStep:
     def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
         raise TypeError(f"{type(self).__name__} does not say its nodes.")
 
+    def knows(self, state: LocalState, noise: Noise, n_classes: int) -> bool:
+        """Whether a state that is not of rows is of this model and number of classes."""
+        return False
+
     def unvisited(self, state: LocalState, rows: Tensor) -> Tensor:
         """(B,) True for rows that have no q of their own yet."""
         return state["visits"][rows] == 0
@@ -376,13 +380,22 @@ def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
 def newton_slopes(
     noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, n_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """E_q[f'], E_q[f''] (B,) at q = N(mu, 1 / precision), and omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S)."""
+    """E_q[f'], E_q[f''] (B,) at q = N(mu, 1 / precision), and omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S).
+
+    Of a noise that need not be smooth, E_q[f''] = precision E_q[(eps - mu) f'] (Stein): nodes do not see what f'' has
+    in a kink.
+    """
     eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
     omega, gap = bounds.unmasked(gap, log_weight)
-    slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
+    if noise.smooth_log_concave:
+        slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
+        second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)
+    else:
+        slope = noise.dlog_cdf(eps[:, None, :] - gap[:, :, None])
+        at_nodes = noise.dlog_prob(eps) + (omega[:, :, None] * slope).sum(dim=1)
+        second = precision * (((eps - mu[:, None]) * at_nodes) @ node_weight)
     hazard = omega * (slope @ node_weight)
     first = noise.dlog_prob(eps) @ node_weight + hazard.sum(dim=1)
-    second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)
     return first, second, hazard
 
 

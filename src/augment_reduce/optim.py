@@ -15,7 +15,7 @@ Each class gives the formula once in torch; `kernels/cpu.py` holds its scalar tw
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -73,6 +73,10 @@ class RowOptimizer:
     @property
     def n_states(self) -> int:
         return 1
+
+    def after(self, steps: int) -> RowOptimizer:
+        """The same where `steps` of those taken so far do not count for a rate that falls."""
+        return self
 
     def init_state(self, weight: Tensor) -> list[Tensor]:
         if self.rowwise and weight.ndim == 2:
@@ -153,7 +157,7 @@ class SectionFour(RowOptimizer):
 class Adagrad(RowOptimizer):
     """Duchi et al. 2011:  s <- s + g^2,  w <- w + rate g / (sqrt(s) + eps). Indifferent to the scale of g.
 
-    With `half_after` the rate at step t is learning_rate / (1 + (t - 1) / half_after): what the noise of the
+    With `half_after` the rate at step t is learning_rate / (1 + (t - 1 - begin) / half_after): what the noise of the
     minibatches leaves in the weights dies out (docs/defaults.md). It goes by t alone, so a fit that goes on is one that
     never stopped.
     """
@@ -164,11 +168,19 @@ class Adagrad(RowOptimizer):
     learning_rate: float = 0.1
     eps: float = 1e-10
     half_after: float | None = None
+    begin: int = 0  # the step that is counted as zero
+
+    def __post_init__(self) -> None:
+        if self.half_after is not None and not self.half_after > 0.0:
+            raise ValueError(f"Expected half_after to be None or a number of steps above 0, found {self.half_after}.")
+
+    def after(self, steps: int) -> Adagrad:
+        return replace(self, begin=steps) if self.half_after is not None and steps else self
 
     def rate(self, t: int) -> float:
         if self.half_after is None:
             return self.learning_rate
-        return self.learning_rate / (1.0 + (t - 1) / self.half_after)
+        return self.learning_rate / (1.0 + max(t - 1 - self.begin, 0) / self.half_after)
 
     def scalars(self, t: int) -> tuple[float, ...]:
         return self.rate(t), self.eps, 0.0, 0.0

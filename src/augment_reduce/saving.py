@@ -98,6 +98,7 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         "seed": fitted.seed,
         "bytes_needed": fitted.bytes_needed,
         "rows_seen": fitted.rows_seen,
+        "stream_steps": fitted.stream_steps,
         "stopped_early": fitted.run.stopped_early,
         "sparse": fitted.sparse_weight is not None,
     }
@@ -140,6 +141,7 @@ def _fitted(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Fi
         local=named("local."),
         sampler=named("sampler."),
         rows_seen=int(description["rows_seen"]),
+        stream_steps=int(description.get("stream_steps", 0)),
         class_counts=tensors["class_counts"].numpy(),
         feature_counts=tensors["feature_counts"].numpy(),
     )

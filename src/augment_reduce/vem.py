@@ -145,8 +145,8 @@ def draw_and_score(
 ) -> Scored:
     """Sampled classes for these rows, with their gaps psi_k - psi_y (B, S)."""
     minibatch = as_minibatch(problem, state, rows, labels)
-    sampled = problem.sampler.draw_for(minibatch, problem.n_sampled, generator=generator)
     with diverged(state):
+        sampled = problem.sampler.draw_for(minibatch, problem.n_sampled, generator=generator)
         return score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
 
 

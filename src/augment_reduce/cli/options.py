@@ -43,6 +43,7 @@ class Samplings(StrEnum):
     head_tail_shared = "head-tail-shared"
     cache_shared = "cache-shared"
     conditional = "conditional"
+    all = "all"
 
 
 class Optimizers(StrEnum):
@@ -156,7 +157,7 @@ PriorVariance = Annotated[
     float | None,
     typer.Option(
         help="Variance of a Gaussian prior on the weights; the smaller, the stronger. "
-        "[dim]Default: 1 for softmax, 0.6 for probit, 2 for logistic; inf: none (maximum likelihood).[/dim]",
+        "[dim]Default: chosen from the number of rows and the model; inf: none (maximum likelihood).[/dim]",
         show_default=False,
         rich_help_panel=MODEL,
     ),
@@ -200,8 +201,8 @@ NSampledClasses = Annotated[
 ClassSampling = Annotated[
     Samplings | None,
     typer.Option(
-        help="Uniform or by frequency; for each row, or [bold]-shared[/] by the minibatch (faster). "
-        "[dim]Default: auto, chosen from the number of classes.[/dim]",
+        help="Uniform, by frequency, or looking where it matters; for each row, or [bold]-shared[/] by the minibatch. "
+        "[dim]Default: auto: all up to 2,000 classes, above head-tail-shared.[/dim]",
         show_default=False,
         rich_help_panel=TRAINING,
     ),
@@ -220,7 +221,9 @@ Optimizer = Annotated[
 LearningRate = Annotated[
     float | None,
     typer.Option(
-        help="Step size. [dim]Default: the optimizer's own.[/dim]", show_default=False, rich_help_panel=TRAINING
+        help="Step size. [dim]Default: from the model and the non-zeros of a row.[/dim]",
+        show_default=False,
+        rich_help_panel=TRAINING,
     ),
 ]
 NJobs = Annotated[

@@ -14,6 +14,8 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
+BLOCK_OF_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class SparseRows:
@@ -63,8 +65,12 @@ class DenseRows:
         return torch.tensor(self.values[rows], dtype=dtype)
 
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
-        whole = rows is None or len(rows) == self.n_rows
-        return np.count_nonzero(self.values if whole else self.values[rows], axis=0)
+        if rows is None or len(rows) == self.n_rows:
+            return np.count_nonzero(self.values, axis=0)
+        counts = np.zeros(self.n_features, dtype=np.int64)
+        for start in range(0, len(rows), BLOCK_OF_ROWS):  # a few at a time: they are copied
+            counts += np.count_nonzero(self.values[rows[start : start + BLOCK_OF_ROWS]], axis=0)
+        return counts
 
 
 Rows = SparseRows | DenseRows

@@ -78,6 +78,10 @@ class ClassSampler:
         """|S| as drawn: never more than there are others to draw."""
         return min(n_sampled_classes, self.n_classes - 1)
 
+    def bytes(self, n_rows: int, n_features: int) -> int:
+        """What it keeps beyond tables of the size of the classes: none, for most."""
+        return 0
+
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         raise TypeError(f"{type(self).__name__} does not say how to draw.")
 

@@ -43,6 +43,9 @@ class HardNegativeCache(HeadAndTail):
         self.memory, self.cache_share, self.batch_labels = memory, cache_share, batch_labels
         self._forget()
 
+    def bytes(self, n_rows: int, n_features: int) -> int:
+        return 8 * self.memory * n_rows
+
     def _forget(self) -> None:
         self.remembered = torch.zeros(0, self.memory, dtype=torch.int32)  # (N, memory) classes
         self.heat = torch.zeros(0, self.memory)  # (N, memory) their gradients, without omega; 0: nothing there

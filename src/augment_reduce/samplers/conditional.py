@@ -16,6 +16,15 @@ ROWS_LOOKED_AT = 32  # rows of a minibatch on which classes are compared
 BLOCK = 2**24  # weights copied at a time
 
 
+def finite(psi: Tensor) -> Tensor:
+    """The scores, or the error of weights that have diverged."""
+    from ..scores import all_finite, not_finite
+
+    if not all_finite(psi):
+        raise not_finite()
+    return psi
+
+
 class Clusters(NamedTuple):
     """A partition of the classes, and for each part a row of weights that scores it.
 
@@ -70,6 +79,9 @@ class Conditional(_Frequency):
         self.clusters, self.refreshed_after = None, -1
         return super().bind(class_counts, draw_without_replacement)
 
+    def bytes(self, n_rows: int, n_features: int) -> int:
+        return 8 * (self._n_clusters() * n_features + ROWS_LOOKED_AT * self.n_classes)
+
     def kept(self) -> dict[str, Tensor]:
         if self.clusters is None:
             return {}
@@ -105,7 +117,7 @@ class Conditional(_Frequency):
         psi = minibatch.kernels.shared_scores(
             minibatch.X, minibatch.rows, torch.arange(len(bias)), weight.to(home), bias.to(home)
         )
-        return (1.0 - self.share) * torch.softmax(psi.double(), dim=1) + self.share * self.clusters.mass
+        return (1.0 - self.share) * torch.softmax(finite(psi).double(), dim=1) + self.share * self.clusters.mass
 
     def _draw(self, c: Clusters, chance: Tensor, labels: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S) classes other than the label, and log omega. One uniform says the cluster and the class in it."""
@@ -137,7 +149,7 @@ class Conditional(_Frequency):
         weight, bias = minibatch.parameters.weight, minibatch.parameters.bias
         rows = minibatch.rows[:ROWS_LOOKED_AT]
         psi = minibatch.kernels.shared_scores(minibatch.X, rows, torch.arange(self.n_classes), weight, bias).double()
-        residual = torch.nan_to_num(psi - self.log_q)  # weights that have diverged are reported when S is scored
+        residual = finite(psi) - self.log_q
         part = torch.from_numpy(bisect(residual.T.numpy(), self._n_clusters()))
         mass = torch.zeros(int(part.max()) + 1, dtype=torch.float64).index_add_(0, part, self.log_q.exp())
         inside = self.log_q.exp() / mass[part]  # the mean's weights
