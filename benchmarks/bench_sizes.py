@@ -49,6 +49,7 @@ def last_looks(rows: list[dict[str, Any]], dataset: str, method: str) -> list[di
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
     figure = Figure(figsize=(0.9 + 3.6 * len(datasets), 7.0), dpi=160, facecolor="white")
@@ -76,6 +77,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         above.set_title(dataset, loc="left", fontsize=10, color=INK, family=FONTS)
         for axes, label in ((above, "sampled classes"), (below, "seconds of training, one thread")):
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_xlabel(label, fontsize=9, color=FAINT, family=FONTS)
             axes.spines[["top", "right"]].set_visible(False)
             axes.spines[["left", "bottom"]].set_color(FAINT)

@@ -162,7 +162,7 @@ def test_choices_are_those_of_the_library():
     assert values(options.Models) == set(NOISES)
     assert values(options.Methods) == set(METHODS)
     assert values(options.Presets) == set(PRESETS) - {None}
-    assert values(options.Samplings) == {"auto", *SAMPLERS} - {"all"}
+    assert values(options.Samplings) == {"auto", *SAMPLERS}
     assert values(options.Optimizers) == set(OPTIMIZERS)
     assert values(options.Formats) == {"auto", *FORMATS}
     assert values(options.Reductions) == set(REDUCTIONS)
