@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import append
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.experiments.evaluate import heldout_metrics
@@ -100,18 +101,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     rows.append(one_fit(STUDIES[dataset], model, step, seed, options.iterations, source))
                     print(", ".join(str(value) for value in rows[-1].values()), flush=True)
                     if options.output:
-                        append(options.output, rows[-1])
+                        append(options.output, COLUMNS, rows[-1:])
     return rows
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -45,15 +45,21 @@ def row(benchmark: str, case: str, quantity: str, values: list[float]) -> dict[s
     }  # fmt: skip
 
 
+def append(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
+    """Add rows to a csv file, with its head if it is new."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
 def report(rows: list[dict[str, object]], *, save: bool) -> None:
     """Print the rows as csv; with `save` append them to results.csv too."""
     writer = csv.DictWriter(sys.stdout, COLUMNS[1:8], extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     if save:
-        new = not RESULTS.exists()
-        with open(RESULTS, "a", newline="") as file:
-            appended = csv.DictWriter(file, COLUMNS)
-            if new:
-                appended.writeheader()
-            appended.writerows(rows)
+        append(RESULTS, COLUMNS, rows)

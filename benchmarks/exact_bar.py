@@ -13,7 +13,6 @@ at once.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
+from common import append
 from torch import Tensor
 
 from augment_reduce.data import load_dataset, random_like
@@ -189,12 +189,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     torch.set_float32_matmul_precision("high")
     rows = [row for name in args.datasets for row in bar(name, args, device)]
     if args.out:
-        new = not Path(args.out).exists()
-        with open(args.out, "a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        append(Path(args.out), FIELDS, rows)
     return rows
 
 

@@ -12,13 +12,13 @@ combination of the values given is fitted; what is not given is left to the defa
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import append
 
 from augment_reduce import Adagrad, AugmentReduceClassifier
 from augment_reduce.data import load_dataset, random_like
@@ -95,12 +95,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         rows.append({"dataset": options.dataset, **one_fit(data, options.model, dict(zip(grid, values, strict=True)))})
         print(", ".join(f"{name} {rows[-1][name]}" for name in COLUMNS if rows[-1][name] is not None), flush=True)
         if options.output:
-            new = not options.output.exists()
-            with open(options.output, "a", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(rows[-1])
+            append(options.output, COLUMNS, rows[-1:])
     return rows
 
 
