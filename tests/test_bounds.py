@@ -9,7 +9,7 @@ from enumerate_draws import LOOKING, K, Script, every_draw
 from user_noises import Laplace, StudentT3
 
 from augment_reduce import bounds, quadrature
-from augment_reduce.local import gaussian_nodes
+from augment_reduce.gaussian import gaussian_nodes
 from augment_reduce.noise import Gumbel, Logistic, Normal
 
 NOISES = [Gumbel(), Normal(), Logistic(), Laplace(), StudentT3()]
@@ -60,7 +60,7 @@ def test_noise_bound_is_below_the_exact_log_likelihood(noise):
 
 @pytest.mark.parametrize(("noise", "slack"), [(Normal(), 0.15), (Logistic(), 0.25)], ids=["probit", "logistic"])
 def test_noise_bound_comes_close_at_the_best_gaussian(noise, slack):
-    from augment_reduce.local import fit_gaussian
+    from augment_reduce.gaussian import fit_gaussian
 
     psi, labels, gap = random_case(rows=300, scale=1.0)
     mu, precision = fit_gaussian(noise, gap, ZERO, n_nodes=20, n_moves=60)

@@ -11,7 +11,7 @@ from user_noises import Laplace
 
 import augment_reduce.nn.head as head_module
 from augment_reduce.bounds import Nodes, noise_bound, softmax_bound
-from augment_reduce.local import fit_gaussian
+from augment_reduce.gaussian import fit_gaussian
 from augment_reduce.nn import AugmentReduceHead, SharedSampler, _predict, _step
 from augment_reduce.nn._draw import Drawn
 from augment_reduce.nn._local import Local, hermite

@@ -11,10 +11,11 @@ from conftest import rng
 from enumerate_draws import COUNTS, LOOKING, K, Script, every_draw
 
 from augment_reduce import bounds
+from augment_reduce.gaussian import gaussian_nodes
 from augment_reduce.kernels import cpu, reference
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import DenseRows, SparseRows
-from augment_reduce.local import Clock, NaturalGradient, Newton, StepSize, gaussian_nodes
+from augment_reduce.local import Clock, NaturalGradient, Newton, StepSize
 from augment_reduce.noise import Gumbel, Logistic, Normal
 from augment_reduce.optim import Adagrad, RowOptimizer
 from augment_reduce.sampler import ClassSampler, FrequencyShared, UniformPerRow

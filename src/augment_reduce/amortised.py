@@ -25,8 +25,9 @@ from torch import Tensor
 
 from . import bounds
 from .bounds import Exponentials
+from .gaussian import gaussian_nodes, newton_move, newton_slopes
 from .kernels.rows import DenseRows, Rows
-from .local import Clock, LocalState, LocalStep, gaussian_nodes, newton_move, newton_slopes
+from .local import Clock, LocalState, LocalStep
 from .noise import Gumbel, Noise
 from .sampler import Minibatch, Sampled
 
@@ -180,7 +181,7 @@ def add_rows(X: Any, rows: np.ndarray, by: Tensor, slope: Tensor) -> None:
 
 
 def newton(parts: Tensor, slope: Tensor, bend: Tensor, alpha: Tensor) -> Tensor:
-    """Natural gradient on (m, log precision), as `augment_reduce.local.newton_move`; at most two deviations a move."""
+    """Natural gradient on (m, log precision), as `gaussian.newton_move`; at most two deviations a move."""
     precision = parts[1].exp()
     moved = (1.0 - alpha) * precision + alpha * (-bend).clamp_min(math.exp(PRECISION_RANGE[0]))
     reach = 2.0 * torch.maximum(precision, moved).rsqrt()

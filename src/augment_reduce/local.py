@@ -8,6 +8,7 @@
 `uses_updated` says which q the M step of the same minibatch holds. True is the paper: q after the E step, which
 has seen the very classes that the M step uses, so the gradient is biased towards sampled softmax. False is ours:
 q as it was before, independent of the classes just drawn, so that the gradient of the bound at that q is unbiased.
+(With every class in the sum nothing is drawn, and True is right.) `amortised.py` has the one that keeps no rows.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import bounds
 from .bounds import Exponentials, Nodes, log_eta_tilde
+from .gaussian import fit_gaussian, gaussian_nodes, newton_move
 from .noise import Logistic, Noise, Normal
 from .sampler import Minibatch, Sampled
 
@@ -366,75 +367,3 @@ def family_nodes(family: Noise, dtype: torch.dtype, n_nodes: int = 61) -> tuple[
     u = torch.linspace(-reach, reach, n_nodes, dtype=torch.float64)
     weight = torch.exp(family.log_prob(u))
     return u.to(dtype), (weight / weight.sum()).to(dtype)
-
-
-def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
-    """Gauss-Hermite nodes of N(mu, 1 / precision), with its entropy 1/2 log(2 pi e / precision)."""
-    z, weight = np.polynomial.hermite_e.hermegauss(n_nodes)
-    node = torch.as_tensor(z, dtype=mu.dtype)
-    node_weight = torch.as_tensor(weight / weight.sum(), dtype=mu.dtype)
-    eps = mu[:, None] + node * precision.rsqrt()[:, None]
-    return Nodes(eps, node_weight, 0.5 * (math.log(2.0 * math.pi * math.e) - torch.log(precision)))
-
-
-def newton_slopes(
-    noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, n_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """E_q[f'], E_q[f''] (B,) at q = N(mu, 1 / precision), and omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S).
-
-    Of a noise that need not be smooth, E_q[f''] = precision E_q[(eps - mu) f'] (Stein): nodes do not see what f'' has
-    in a kink.
-    """
-    eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
-    omega, gap = bounds.unmasked(gap, log_weight)
-    if noise.smooth_log_concave:
-        slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
-        second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)
-    else:
-        slope = noise.dlog_cdf(eps[:, None, :] - gap[:, :, None])
-        at_nodes = noise.dlog_prob(eps) + (omega[:, :, None] * slope).sum(dim=1)
-        second = precision * (((eps - mu[:, None]) * at_nodes) @ node_weight)
-    hazard = omega * (slope @ node_weight)
-    first = noise.dlog_prob(eps) @ node_weight + hazard.sum(dim=1)
-    return first, second, hazard
-
-
-def newton_move(
-    noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, alpha: Tensor, n_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One move of `Newton` from (mu, precision) with step size alpha (B,): new mu, new precision, and on the way
-    omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S) at the old q, which is minus the bound's gradient by gap_k."""
-    first, second, hazard = newton_slopes(noise, gap, log_weight, mu, precision, n_nodes)
-    new_precision = (1.0 - alpha) * precision + alpha * (-second).clamp_min(1e-2)
-    reach = 2.0 * torch.maximum(precision, new_precision).rsqrt()
-    move = (alpha * first / new_precision).clamp(-reach, reach)
-    return mu + move, new_precision, hazard
-
-
-def fit_gaussian(
-    noise: Noise, gap: Tensor, log_weight: Tensor, *, n_nodes: int = 5, n_moves: int = 12
-) -> tuple[Tensor, Tensor]:
-    """(mu, precision) of the best Gaussian q for these classes, by Newton from where the winner must lie.
-
-    The start is the median of what the label had to beat, eps with sum omega log Phi(eps - gap) = -log 2, and no less
-    than zero: from far below it, where q is narrow, moves are short (with a million equal rivals 40 moves had come to
-    0.1 of 4.85).
-    """
-    mu = median_of_the_best_rival(noise, gap, log_weight).clamp(min=0.0)
-    precision = torch.ones_like(mu)
-    alpha = torch.full_like(mu, 0.7)  # damped: with alpha = 1 the logistic's linear tails make the moves overshoot
-    for _ in range(n_moves):
-        mu, precision, _ = newton_move(noise, gap, log_weight, mu, precision, alpha, n_nodes)
-    return mu, precision
-
-
-def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_halvings: int = 16) -> Tensor:
-    """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
-    top = gap.amax(dim=-1).clamp_min(0.0)  # masked pairs are -inf
-    omega, gap = bounds.unmasked(gap, log_weight)
-    low, high = top - 8.0, top + 40.0
-    for _ in range(n_halvings):
-        middle = 0.5 * (low + high)
-        above = (omega * noise.log_cdf(middle[:, None] - gap)).sum(dim=-1) > -math.log(2.0)
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    return 0.5 * (low + high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import ClassVar
 
@@ -177,7 +178,8 @@ class HeadAndTail(_Frequency):
 
     def _next_outside(self, head: Tensor, k: int) -> int:
         taken = set(head.tolist())
-        return next(c for c in (*range(k + 1, self.n_classes), *range(k - 1, -1, -1)) if c not in taken)
+        others = itertools.chain(range(k + 1, self.n_classes), range(k - 1, -1, -1))
+        return next(c for c in others if c not in taken)
 
 
 class AllClasses(ClassSampler):
