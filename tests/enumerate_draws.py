@@ -86,6 +86,8 @@ def every_draw(name: str, label: int, script: Script, size: int = SIZE) -> Itera
 
 _LOOKED: dict[tuple[str, int, int], list[tuple[float, Sampled]]] = {}
 LOOKING = ("head-tail-shared", "cache-shared", "conditional")
+FREQUENT = {"frequency": FrequencyPerRow, "frequency-shared": FrequencyShared}
+HALVING = ("uniform", "uniform-shared", *FREQUENT, *LOOKING)
 
 
 def one_row(label: int, n_classes: int = K, steps_taken: int = 0) -> Minibatch:
@@ -117,10 +119,10 @@ def looking(name: str, counts: np.ndarray | None = None) -> ClassSampler:
 
 
 def every_outcome(
-    sampler: ClassSampler, minibatch: Minibatch, size: int, script: Script
+    sampler: ClassSampler, minibatch: Minibatch, size: int, script: Script, *, halves: bool = False
 ) -> Iterator[tuple[float, Sampled]]:
     """(probability, what was drawn) for every outcome, by every combination of a stretch for each uniform."""
-    draw = functools.partial(drawn_with, sampler, minibatch, size, script)
+    draw = functools.partial(drawn_with, sampler.draw_halves if halves else sampler.draw_for, minibatch, size, script)
     n = draw(None)[1]
     stretches = [list(stretches_of(lambda u, place=i: draw(at(u, place, n))[0].classes.tolist())) for i in range(n)]
     for chosen in itertools.product(*stretches):
@@ -135,20 +137,54 @@ def at(u: float, place: int, n: int) -> Tensor:
 
 
 def drawn_with(
-    sampler: ClassSampler, minibatch: Minibatch, size: int, script: Script, uniforms: Tensor | None
+    draw: Callable[..., Sampled], minibatch: Minibatch, size: int, script: Script, uniforms: Tensor | None
 ) -> tuple[Sampled, int]:
-    """What the sampler draws when these are its uniforms, and how many it asked for."""
+    """What the sampler draws when these are its uniforms, one call after the other, and how many it asked for."""
     asked = 0
 
     def scripted(*shape: int, **_: object) -> Tensor:
         nonlocal asked
-        asked = math.prod(shape)
-        return (torch.full((asked,), 0.5, dtype=torch.float64) if uniforms is None else uniforms).reshape(shape)
+        begin, asked = asked, asked + math.prod(shape)
+        some = torch.full((asked,), 0.5, dtype=torch.float64) if uniforms is None else uniforms
+        return some[begin:asked].reshape(shape)
 
     with script.monkeypatch.context() as patch:
         patch.setattr(torch, "rand", scripted)
         patch.setattr(conditional, "many_uniforms", lambda B, S, generator: scripted(B, S))
-        return sampler.draw_for(minibatch, size, generator=torch.Generator()), asked
+        return draw(minibatch, size, generator=torch.Generator()), asked
+
+
+def every_halving(name: str, label: int, script: Script, size: int) -> Iterator[tuple[float, Sampled]]:
+    """(probability, what the sampler returns) for every outcome of `draw_halves`, for one row with this label."""
+    row = one_row(label)
+    if name == "uniform":
+        subsets = list(itertools.combinations(range(K - 1), size))
+        places = list(itertools.permutations(range(size)))
+        for picks, place in itertools.product(subsets, places):
+            with script.monkeypatch.context() as patch:
+                patch.setattr(torch, "randperm", lambda n, place=place, **_: torch.tensor(place))
+                sampled = scripted_picks(UniformPerRow(), [picks]).draw_halves(row, size, generator=torch.Generator())
+            yield 1 / len(subsets) / len(places), sampled
+    elif name == "uniform-shared":
+        subsets = [list(itertools.combinations(range(K), n)) for n in (size - size // 2, size // 2)]
+        for picks in itertools.product(*subsets):
+            sampled = scripted_picks(UniformShared(), list(picks)).draw_halves(row, size, generator=torch.Generator())
+            yield 1 / math.prod(len(s) for s in subsets), sampled
+    else:
+        sampler = looking(name) if name in LOOKING else FREQUENT[name](power=0.8, uniform_share=0.25)
+        sampler = sampler if name in LOOKING else sampler.bind(COUNTS.numpy(), reference.draw_without_replacement)
+        yield from every_outcome(sampler, row, size, script, halves=True)
+
+
+def scripted_picks(sampler: ClassSampler, picks: list[tuple[int, ...]]) -> ClassSampler:
+    """A sampler without replacement that draws these, one call after the other."""
+    left = iter(picks)
+
+    def draw(uniforms: Tensor, n: int, labels: Tensor | None = None) -> Tensor:
+        found = torch.tensor([next(left)])
+        return found if labels is None else step_over(found, labels)
+
+    return sampler.bind(COUNTS.numpy(), draw)
 
 
 def stretches_of(f: Callable[[float], object], n_looks: int = 48) -> Iterator[tuple[float, float]]:

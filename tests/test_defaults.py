@@ -11,6 +11,7 @@ from user_noises import Laplace, StudentT3
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.amortised import Amortised
+from augment_reduce.crossed import CrossFitted
 from augment_reduce.defaults import Shape, default_epochs, default_prior_variance, resolve
 from augment_reduce.edge import memory_bytes
 from augment_reduce.kernels.rows import as_rows
@@ -37,11 +38,19 @@ def test_few_classes_are_all_summed(shape):
     assert chosen.local.uses_updated
 
 
-def test_many_classes_are_sampled_by_the_minibatch_and_q_is_predicted():
-    chosen = settings(DEBIAN)
+@pytest.mark.parametrize("model", NOISES)
+def test_many_classes_are_sampled_by_the_minibatch_and_q_is_cross_fitted(model):
+    chosen = settings(DEBIAN, model)
     assert (chosen.sampler.name, chosen.n_sampled_classes) == ("head-tail-shared", 750)
-    assert isinstance(chosen.local, Amortised)
-    assert isinstance(settings(DEBIAN, "probit").local, Newton)
+    assert isinstance(chosen.local, CrossFitted)
+
+
+def test_three_classes_are_too_few_for_halves():
+    assert isinstance(settings(BIBTEX, n_sampled_classes=4).local, CrossFitted)
+    assert isinstance(settings(BIBTEX, n_sampled_classes=3).local, NaturalGradient)
+    assert isinstance(settings(BIBTEX, "probit", n_sampled_classes=3).local, Newton)
+    assert isinstance(settings(DEBIAN, n_sampled_classes=3).local, Amortised)
+    assert isinstance(settings(DEBIAN, "probit", n_sampled_classes=3).local, Newton)
 
 
 def test_who_asks_for_a_number_of_classes_gets_a_sample():

@@ -14,6 +14,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .amortised import Amortised
+    from .crossed import CrossFitted
     from .data import load_dataset
     from .estimator import AugmentReduceClassifier
     from .files import ModelFileError
@@ -52,6 +53,7 @@ _HOME = {
         "sampler",
     ),
     "Amortised": "amortised",
+    "CrossFitted": "crossed",
     **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local"),
     **dict.fromkeys(("SectionFour", "Adagrad", "RowwiseAdagrad", "Adam"), "optim"),
 }
@@ -64,6 +66,7 @@ __all__ = [
     "AugmentReduceClassifier",
     "ClassSampler",
     "Conditional",
+    "CrossFitted",
     "FrequencyPerRow",
     "FrequencyShared",
     "Gumbel",

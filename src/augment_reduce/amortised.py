@@ -53,6 +53,7 @@ class Amortised(LocalStep):
     n_nodes: int = 5
 
     amortises: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         return {}  # of the size of the features, not of the rows: made at the first step
@@ -139,7 +140,10 @@ class Amortised(LocalStep):
             state["label_slope"] += LABEL_RATE * (rho @ label) / label.square().sum().clamp_min(1e-12 * B)
         state["learned"] += 1
 
-    def bound_on_all(self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor) -> Tensor:
+    def bound_on_all(
+        self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor,
+        sampled: Sampled | None = None,
+    ) -> Tensor:  # fmt: skip
         dtype = gap.dtype
         parts = self.predict(state, noise, minibatch, psi_y.to(minibatch.parameters.bias.dtype)).to(dtype)
         if type(noise) is Gumbel:

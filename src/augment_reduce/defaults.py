@@ -12,14 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from .amortised import Amortised
+from .crossed import CrossFitted
 from .local import LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
 from .noise import Gumbel, Noise
 from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
 from .sampler import AllClasses, ClassSampler, HeadAndTail, UniformPerRow, resolve_sampler
 
 MOST_SHARED = 1000  # classes that a minibatch shares by default
+FEWEST_TO_HALVE = 4  # classes of which two halves say enough about the rest
 LOCAL_STEPS: dict[str, type[LocalStep]] = {
-    cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised)
+    cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised, CrossFitted)
 }
 
 
@@ -161,13 +163,15 @@ def resolve_optimizer(
     return cls() if learning_rate is None else cls(learning_rate=learning_rate)  # type: ignore[call-arg]
 
 
-def default_local_step(noise: Noise, shape: Shape | None) -> str:
-    """Up to 20,000 rows, which are visited 30 times and more, a q for each of them. Above, and in streams, predicted.
+def default_local_step(noise: Noise, shape: Shape | None, n_sampled: int) -> str:
+    """q from the other half of the classes just drawn. With fewer than four: remembered, or in streams predicted.
 
-    With ten visits a remembered q is always behind the weights; predicted from the features it is not
-    (docs/defaults.md: 0.2 to 0.3 nat on two sets). A probit's depends on the label's score too bluntly for that and
-    stays with Newton.
+    Up to 20,000 rows are visited 30 times and more, and then a q for each of them can be kept; with ten visits it is
+    always behind the weights, and one predicted from the features is not. A probit's depends on the label's score too
+    bluntly for that and stays with Newton. (docs/defaults.md has what each of these is worth.)
     """
+    if n_sampled >= FEWEST_TO_HALVE:
+        return CrossFitted.name
     few_visits = shape is not None and (shape.stream or shape.n_rows > 20_000)
     if few_visits and noise.name in ("softmax", "logistic"):
         return Amortised.name
@@ -176,9 +180,9 @@ def default_local_step(noise: Noise, shape: Shape | None) -> str:
 
 def resolve_local(
     local_step: str | LocalStep | None, noise: Noise, method: str, preset: str | None,
-    shape: Shape | None = None, sampler: ClassSampler | None = None,
+    shape: Shape | None = None, sampler: ClassSampler | None = None, n_sampled: int = 1,
 ) -> LocalStep | None:  # fmt: skip
-    """The E step of a model: one q a row, moved at each visit; predicted where visits are few; or the paper's.
+    """The E step of a model: the one asked for, the paper's, or `default_local_step`.
 
     With all classes in the sum nothing is random: the E step goes the whole way, and the M step holds what it found.
     For softmax that is the exact gradient of log p.
@@ -207,7 +211,7 @@ def resolve_local(
             return NaturalGradient(StepSize(1.0, 0.0, "visits"), uses_updated=True, floor=False)
         return Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True)
     else:
-        name = default_local_step(noise, shape) if local_step is None else local_step
+        name = default_local_step(noise, shape, n_sampled) if local_step is None else local_step
         if name not in LOCAL_STEPS:
             raise ValueError(
                 f"Expected local_step to be one of {', '.join(map(repr, LOCAL_STEPS))} or a LocalStep object, "
@@ -218,6 +222,11 @@ def resolve_local(
         raise ValueError(
             f"local_step='natural-gradient' is the softmax's closed form; the model is {noise.name!r}. "
             f"Use {Newton.name!r} or {Reparameterised.name!r}."
+        )
+    if chosen.takes_halves and n_sampled < 2 and not isinstance(sampler, AllClasses):
+        raise ValueError(
+            f"local_step={chosen.name!r} needs n_sampled_classes of at least 2, one for each half; found {n_sampled}. "
+            f"Draw more classes, or leave local_step=None."
         )
     return chosen
 
@@ -260,7 +269,7 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
         batch_size=B,
         max_iter=int(max_iter),  # type: ignore[call-overload]
         optimizer=resolve_optimizer(get("optimizer"), get("learning_rate"), preset, shape.n_rows, B, adagrad),  # type: ignore[arg-type]
-        local=resolve_local(get("local_step"), noise, method, preset, shape, sampler),  # type: ignore[arg-type]
+        local=resolve_local(get("local_step"), noise, method, preset, shape, sampler, sampler.size(n_sampled)),  # type: ignore[arg-type]
         prior_variance=None if prior is None else float(prior),  # type: ignore[arg-type]
         prior_touched_only=preset == "paper",
         init_scale=init,

@@ -62,7 +62,7 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     )
     if early_stopping:
         sizes["best weights so far"] = matrix
-    kept_for_rows = settings.local is not None and not settings.local.amortises
+    kept_for_rows = settings.local is not None and settings.local.remembers
     sizes["per-row state"] = shape.n_rows * 3 * item if kept_for_rows else 0
     sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
     sizes["one step"] = per_step

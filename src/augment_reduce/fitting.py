@@ -6,6 +6,7 @@ Between the estimator (names, checks, scikit-learn's manners) and `vem` / `train
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from .local import Clock, LocalState
 from .memory import zeros
 from .optim import Prior
 from .progress import TrainingProgress
-from .sampler import AllClasses
+from .sampler import AllClasses, Minibatch, Sampled
 from .scores import kernels_for, score
 from .training import Evaluators, Run, Schedule, mix, train
 from .vem import Problem, State, as_minibatch
@@ -311,9 +312,16 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callab
             visited = torch.ones(len(rows), dtype=torch.bool)
         else:
             minibatch = as_minibatch(problem, state, rows, labels)
-            bound = problem.local.bound_on_all(minibatch, scored.psi_y, state.local, problem.noise, gap)
+            halves = halves_to_look_with(problem, minibatch) if problem.local.takes_halves else None
+            bound = problem.local.bound_on_all(minibatch, scored.psi_y, state.local, problem.noise, gap, halves)
             visited = ~problem.local.unvisited(state.local, index)
         log_p = quadrature.log_likelihood(problem.noise, gap.scatter(1, labels[:, None], 0.0), labels)
         return float((log_p - bound)[visited].mean()) if visited.any() else math.nan
 
     return look
+
+
+def halves_to_look_with(problem: Problem, minibatch: Minibatch) -> Sampled:
+    """Classes drawn as for a step, always with the same luck; by a copy of the sampler, which may learn in a draw."""
+    generator = torch.Generator().manual_seed(0)
+    return copy.copy(problem.sampler).draw_halves(minibatch, problem.n_sampled, generator=generator)

@@ -77,7 +77,7 @@ def fit_gaussian(
     return mu, precision
 
 
-def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_halvings: int = 16) -> Tensor:
+def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_halvings: int = 8) -> Tensor:
     """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
     top = gap.amax(dim=-1).clamp_min(0.0)  # masked pairs are -inf
     omega, gap = bounds.unmasked(gap, log_weight)

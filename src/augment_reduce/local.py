@@ -8,7 +8,8 @@
 `uses_updated` says which q the M step of the same minibatch holds. True is the paper: q after the E step, which
 has seen the very classes that the M step uses, so the gradient is biased towards sampled softmax. False is ours:
 q as it was before, independent of the classes just drawn, so that the gradient of the bound at that q is unbiased.
-(With every class in the sum nothing is drawn, and True is right.) `amortised.py` has the one that keeps no rows.
+(With every class in the sum nothing is drawn, and True is right.) `crossed.py` has the one that is new and independent,
+`amortised.py` the one that is predicted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class LocalStep:
 
     name: ClassVar[str]
     uses_updated: bool
-    amortises: ClassVar[bool] = False  # whether q comes from the features: nothing is kept for a row
+    remembers: ClassVar[bool] = True  # whether it keeps numbers for every row
+    amortises: ClassVar[bool] = False  # whether q comes from the features, by what has been learned about them
+    takes_halves: ClassVar[bool] = False  # whether it needs the classes drawn in two halves
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         raise TypeError(f"{type(self).__name__} does not say its state.")
@@ -103,8 +106,11 @@ class LocalStep:
         rows = torch.from_numpy(minibatch.rows)
         return self.e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
 
-    def bound_on_all(self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor) -> Tensor:
-        """What is reported as the bound's gap is measured from: `full_bound`, likewise."""
+    def bound_on_all(
+        self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor,
+        sampled: Sampled | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What is reported as the bound's gap is measured from: `full_bound`, likewise. `sampled`: halves, if taken."""
         return self.full_bound(state, torch.from_numpy(minibatch.rows), noise, gap)
 
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:

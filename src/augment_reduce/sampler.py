@@ -27,6 +27,7 @@ from __future__ import annotations
 from .samplers.base import (
     ClassSampler,
     DrawWithoutReplacement,
+    Half,
     Minibatch,
     Sampled,
     certain_classes,
@@ -40,8 +41,8 @@ from .samplers.fixed import AllClasses, FrequencyPerRow, FrequencyShared, HeadAn
 
 __all__ = [
     "SAMPLERS", "AllClasses", "ClassSampler", "Conditional", "DrawWithoutReplacement", "FrequencyPerRow",
-    "FrequencyShared", "HardNegativeCache", "HeadAndTail", "Minibatch", "Sampled", "UniformPerRow", "UniformShared",
-    "certain_classes", "draw_seed", "frequencies", "many_uniforms", "resolve_sampler",
+    "FrequencyShared", "Half", "HardNegativeCache", "HeadAndTail", "Minibatch", "Sampled", "UniformPerRow",
+    "UniformShared", "certain_classes", "draw_seed", "frequencies", "many_uniforms", "resolve_sampler",
 ]  # fmt: skip
 
 SAMPLERS: dict[str, type[ClassSampler]] = {

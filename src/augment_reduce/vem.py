@@ -146,7 +146,9 @@ def draw_and_score(
     """Sampled classes for these rows, with their gaps psi_k - psi_y (B, S)."""
     minibatch = as_minibatch(problem, state, rows, labels)
     with diverged(state):
-        sampled = problem.sampler.draw_for(minibatch, problem.n_sampled, generator=generator)
+        in_halves = problem.local is not None and problem.local.takes_halves
+        draw = problem.sampler.draw_halves if in_halves else problem.sampler.draw_for
+        sampled = draw(minibatch, problem.n_sampled, generator=generator)
         return score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DrawWithoutReplacement = Callable[..., Tensor]  # (uniforms (B, S), n, labels (B,) | None) -> (B, S)
+
+
+class Half(NamedTuple):
+    """One half of a sample: log weights over all of its classes, (S,) or broadcastable to (B, S); -inf: not in it.
+
+    - `stands`: with these the half by itself stands for the rest; they do not depend on the other half;
+    - `given`: with these the sample stands for the rest once this half is known: E[ . | this half] is the whole sum.
+    """
+
+    stands: Tensor
+    given: Tensor
 
 
 class Sampled(NamedTuple):
@@ -19,13 +32,15 @@ class Sampled(NamedTuple):
     - `classes`: (B, S), or (S,) where the minibatch shares them;
     - `log_weight`: log omega, broadcastable to (B, S);
     - `mask`: (B, S), True where a row meets its own label; None where that cannot happen;
-    - `distinct`: whether no class stands twice in a row's sample.
+    - `distinct`: whether no class stands twice in a row's sample;
+    - `halves`: where it was drawn in two; omega is then the mean of the weights given either.
     """
 
     classes: Tensor
     log_weight: Tensor
     mask: Tensor | None
     distinct: bool
+    halves: tuple[Half, Half] | None = None
 
     @property
     def shared(self) -> bool:
@@ -89,6 +104,11 @@ class ClassSampler:
         """What a step calls. Most samplers need no more than the labels."""
         return self.draw(minibatch.labels, size, generator=generator, dtype=minibatch.parameters.weight.dtype)
 
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """As `draw_for`, in two halves, for an E step on one and an M step on the other. Here: two draws."""
+        first = self.draw_for(minibatch, size - size // 2, generator=generator)
+        return joined(first, self.draw_for(minibatch, size // 2, generator=generator))
+
     def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
         """After the step: the bound's gradient by the gaps (B, S) of the classes drawn. By default: nothing."""
 
@@ -98,6 +118,42 @@ class ClassSampler:
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
         """Take up what an earlier fit `kept`, after `bind`. `same_rows`: row n is still row n."""
+
+
+def joined(first: Sampled, second: Sampled) -> Sampled:
+    """Two independent samples for the same rows as the halves of one."""
+    classes = torch.cat([first.classes, second.classes], dim=-1)
+    mask = None if first.mask is None or second.mask is None else torch.cat([first.mask, second.mask], dim=-1)
+    n, m = first.classes.shape[-1], second.classes.shape[-1]
+    a, b = (_one_a_class(sample) for sample in (first, second))
+    return in_halves(classes, mask, F.pad(a, (0, m), value=-math.inf), F.pad(b, (n, 0), value=-math.inf))
+
+
+def halved(sampled: Sampled) -> Sampled:
+    """The halves of a sample whose draws are independent of each other, each as likely to be any class."""
+    size = sampled.classes.shape[-1]
+    n = size - size // 2
+    log_weight = _one_a_class(sampled)
+    in_first = torch.arange(size) < n
+    a = (log_weight + math.log(size / n)).masked_fill(~in_first, -math.inf)
+    b = (log_weight + math.log(size / (size - n))).masked_fill(in_first, -math.inf)
+    return in_halves(sampled.classes, sampled.mask, a, b)
+
+
+def in_halves(classes: Tensor, mask: Tensor | None, a: Tensor, b: Tensor) -> Sampled:
+    """A sample of two that are independent: given the one, the other stands for the rest as it does by itself."""
+    return Sampled(classes, mean_weight(a, b), mask, False, (Half(stands=a, given=b), Half(stands=b, given=a)))
+
+
+def mean_weight(a: Tensor, b: Tensor) -> Tensor:
+    """log((e^a + e^b) / 2)."""
+    return torch.logaddexp(a, b) - math.log(2.0)
+
+
+def _one_a_class(sampled: Sampled) -> Tensor:
+    """log omega with a last dimension of |S|."""
+    log_weight, size = sampled.log_weight, sampled.classes.shape[-1]
+    return log_weight.expand(size) if log_weight.ndim == 0 else log_weight.expand(*log_weight.shape[:-1], size)
 
 
 def frequencies(counts: np.ndarray, power: float, uniform_share: float) -> np.ndarray:

@@ -62,11 +62,10 @@ class HardNegativeCache(HeadAndTail):
         if same_rows and kept.keys() == self.kept().keys() and kept["heat"].shape[1] == self.memory:
             self.remembered, self.heat, self.total = kept["remembered"], kept["heat"], kept["total"]
 
-    def draw_for(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+    def head_for(self, minibatch: Minibatch, size: int) -> Tensor:
         self._make_room(minibatch.X.n_rows)
         hard = self._hard(minibatch, size)
-        head = torch.cat([self.head(size - len(hard)), hard]).unique() if len(hard) else self.head(size)
-        return self._with_head(head, minibatch.labels, size, generator, minibatch.parameters.weight.dtype)
+        return torch.cat([self.head(size - len(hard)), hard]).unique() if len(hard) else self.head(size)
 
     def _make_room(self, n_rows: int) -> None:
         if len(self.heat) != n_rows:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled, many_uniforms
+from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled, halved, many_uniforms
 from .fixed import _Frequency
 
 ROWS_LOOKED_AT = 32  # rows of a minibatch on which classes are compared
@@ -108,6 +108,9 @@ class Conditional(_Frequency):
         u = many_uniforms(len(minibatch.rows), size, generator)
         classes, log_weight = self._draw(self.clusters, self.chances(minibatch), minibatch.labels, u)
         return Sampled(classes, log_weight.to(minibatch.parameters.weight.dtype), mask=None, distinct=False)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        return halved(self.draw_for(minibatch, size, generator=generator))
 
     def chances(self, minibatch: Minibatch) -> Tensor:
         """P(c | x), (B, C) in float64."""

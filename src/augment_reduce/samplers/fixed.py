@@ -13,12 +13,17 @@ from torch import Tensor
 from .base import (
     ClassSampler,
     DrawWithoutReplacement,
+    Half,
+    Minibatch,
     Sampled,
     by_frequency,
     certain_classes,
     frequencies,
+    halved,
+    in_halves,
     many_uniforms,
-)
+    mean_weight,
+)  # fmt: skip
 
 
 class UniformPerRow(ClassSampler):
@@ -31,6 +36,22 @@ class UniformPerRow(ClassSampler):
         classes = self._draw_without_replacement(uniforms, self.n_classes - 1, labels)
         log_weight = torch.full((), math.log((self.n_classes - 1) / size), dtype=dtype)
         return Sampled(classes, log_weight, mask=None, distinct=True)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """One draw without replacement, cut in two at random. Given one half, whose classes are then certain, the other
+        is a draw without replacement from those that are left: with all K-1 classes nothing is left to chance."""
+        sampled = self.draw_for(minibatch, size, generator=generator)
+        place = torch.randperm(size, generator=generator)  # the set is uniform, the order in which it comes is not
+        n, others, kind = size - size // 2, self.n_classes - 1, sampled.log_weight.dtype
+
+        def half(of: int, inside: Tensor) -> Half:
+            def log_weights(within: float, outside: float) -> Tensor:
+                return torch.full(place.shape, outside, dtype=torch.float64).where(~inside, within).log().to(kind)
+
+            return Half(log_weights(others / of, 0.0), log_weights(1.0, (others - of) / (size - of)))
+
+        halves = half(n, place < n), half(size - n, place >= n)
+        return sampled._replace(log_weight=mean_weight(halves[0].given, halves[1].given), halves=halves)
 
 
 class UniformShared(ClassSampler):
@@ -107,6 +128,9 @@ class FrequencyPerRow(_Frequency):
         log_weight = log_rest - self.log_q[classes] - math.log(size)
         return Sampled(classes, log_weight.to(dtype), mask=None, distinct=False)
 
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        return halved(self.draw_for(minibatch, size, generator=generator))
+
 
 class FrequencyShared(_Frequency):
     """|S| draws from q over all K for the whole minibatch; weights are not renormalised for the masked label."""
@@ -118,6 +142,9 @@ class FrequencyShared(_Frequency):
         classes = self._lookup(v)
         log_weight = (-self.log_q[classes] - math.log(size)).to(dtype)
         return Sampled(classes, log_weight, labels[:, None] == classes, distinct=False)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        return halved(self.draw_for(minibatch, size, generator=generator))
 
 
 class HeadAndTail(_Frequency):
@@ -149,18 +176,40 @@ class HeadAndTail(_Frequency):
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         return self._with_head(self.head(size), labels, size, generator, dtype)
 
+    def draw_for(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        head, dtype = self.head_for(minibatch, size), minibatch.parameters.weight.dtype
+        return self._with_head(head, minibatch.labels, size, generator, dtype)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """The head is in both; of the tail each half has strata of its own, twice as wide."""
+        head, dtype = self.head_for(minibatch, size), minibatch.parameters.weight.dtype
+        n = size - len(head)
+        sizes = (n - n // 2, max(n // 2, 1)) if n else (0, 0)  # a tail of one class is one class for each half
+        (first, of_first), (second, of_second) = (self._tail(head, m, generator, dtype) for m in sizes)
+        classes, certain = torch.cat([head, first, second]), torch.zeros(len(head), dtype=dtype)
+        a = torch.cat([certain, of_first, torch.full_like(of_second, -math.inf)])
+        b = torch.cat([certain, torch.full_like(of_first, -math.inf), of_second])
+        return in_halves(classes, minibatch.labels[:, None] == classes, a, b)
+
+    def head_for(self, minibatch: Minibatch, size: int) -> Tensor:
+        """The classes that are certain for this minibatch, ascending."""
+        return self.head(size)
+
     def _with_head(
         self, head: Tensor, labels: Tensor, size: int, generator: torch.Generator, dtype: torch.dtype
     ) -> Sampled:
         """These classes (ascending) with weight 1, the rest of S from the strata outside them."""
-        n = size - len(head)
-        classes, log_weight = head, torch.zeros(size, dtype=dtype)
-        if n:
-            tail, rest = self._outside(head, torch.rand(n, dtype=torch.float64, generator=generator))
-            classes = torch.cat([head, tail])
-            log_weight[len(head) :] = math.log(rest / n) - self.log_q[tail]
+        tail, of_tail = self._tail(head, size - len(head), generator, dtype)
+        classes, log_weight = torch.cat([head, tail]), torch.cat([torch.zeros(len(head), dtype=dtype), of_tail])
         # A tail class that lies across the end of a stratum can be met from both sides.
-        return Sampled(classes, log_weight, labels[:, None] == classes, distinct=n <= 1)
+        return Sampled(classes, log_weight, labels[:, None] == classes, distinct=len(tail) <= 1)
+
+    def _tail(self, head: Tensor, n: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """n classes outside the head, one of each stratum, and their log weights."""
+        if not n:
+            return head.new_zeros(0), torch.zeros(0, dtype=dtype)
+        tail, rest = self._outside(head, torch.rand(n, dtype=torch.float64, generator=generator))
+        return tail, (math.log(rest / n) - self.log_q[tail]).to(dtype)
 
     def _outside(self, head: Tensor, u: Tensor) -> tuple[Tensor, float]:
         """One class for each of the len(u) equal strata of q outside the head, at the share u of it, and q's mass.
@@ -193,3 +242,9 @@ class AllClasses(ClassSampler):
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         classes = torch.arange(self.n_classes)
         return Sampled(classes, torch.zeros((), dtype=dtype), labels[:, None] == classes, distinct=True)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """Nothing is left to chance: both halves are the whole."""
+        sampled = self.draw_for(minibatch, size, generator=generator)
+        whole = Half(*(torch.zeros(self.n_classes, dtype=sampled.log_weight.dtype) for _ in range(2)))
+        return sampled._replace(halves=(whole, whole))

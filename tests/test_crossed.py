@@ -1,0 +1,200 @@
+"""The E step on one half of the classes and the M step on the other: unbiased, a bound, and nothing kept of a row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from enumerate_draws import COUNTS, HALVING, K, Script, every_halving, one_row
+
+from augment_reduce import AugmentReduceClassifier, CrossFitted
+from augment_reduce.bounds import exact_softmax_grad, noise_bound, noise_bound_grad, softmax_bound, softmax_bound_grad
+from augment_reduce.edge import memory_bytes
+from augment_reduce.gaussian import fit_gaussian, gaussian_nodes
+from augment_reduce.kernels import reference
+from augment_reduce.local import Clock
+from augment_reduce.noise import resolve_noise
+from augment_reduce.quadrature import log_likelihood
+from augment_reduce.sampler import AllClasses, HeadAndTail
+
+MODELS = ("softmax", "probit", "logistic")
+LABEL = 2
+
+
+def scores(row):
+    """psi (1, K) of the row, the label's, and the gaps, the label's masked."""
+    x = torch.from_numpy(row.X.values[row.rows])
+    psi = x @ row.parameters.weight.T + row.parameters.bias
+    psi_y = psi.gather(1, row.labels[:, None])[:, 0]
+    return psi, psi_y, (psi - psi_y[:, None]).scatter(1, row.labels[:, None], -torch.inf)
+
+
+def by_class(sampled, log_weight, label):
+    """(K,) sum of e^log_weight over the places where a class stands, the label's masked."""
+    classes = sampled.classes.expand(1, -1)[0]
+    weight = log_weight.expand(1, len(classes))[0].exp()
+    weight = weight if sampled.mask is None else weight.masked_fill(sampled.mask[0], 0.0)
+    return torch.zeros(K, dtype=torch.float64).index_add_(0, classes, weight)
+
+
+@pytest.mark.parametrize("name", HALVING)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("label", [0, LABEL, K - 1])
+def test_each_half_stands_for_the_rest_and_so_does_the_sample_given_it(name, size, label, monkeypatch):
+    """Summed over every draw; and, for each outcome of one half, over every draw that has it."""
+    expected = torch.ones(K, dtype=torch.float64)
+    expected[label] = 0.0
+    total, mean, stands, given, chance = 0.0, 0.0, [0.0, 0.0], {}, {}
+    for probability, sampled in every_halving(name, label, Script(monkeypatch), size):
+        total += probability
+        mean = mean + probability * by_class(sampled, sampled.log_weight, label)
+        for i, half in enumerate(sampled.halves):
+            own = by_class(sampled, half.stands, label)
+            stands[i] = stands[i] + probability * own
+            which = (i, *own.mul(1e9).round().tolist())
+            given[which] = given.get(which, 0.0) + probability * by_class(sampled, half.given, label)
+            chance[which] = chance.get(which, 0.0) + probability
+    assert total == pytest.approx(1.0, abs=1e-12)
+    for found in (mean, *stands, *(given[which] / chance[which] for which in given)):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def full_sum(noise, gap, log_eta_or_q):
+    """Bound and gradient (1, K) over all classes at this q."""
+    none = gap.new_zeros(())
+    if noise.name == "softmax":
+        return softmax_bound(gap, none, log_eta_or_q), softmax_bound_grad(gap, none, log_eta_or_q)
+    return noise_bound(noise, gap, none, log_eta_or_q), noise_bound_grad(noise, gap, none, log_eta_or_q)
+
+
+def q_of(noise, gap, sampled, half, step):
+    """The best q for one half, from the definition."""
+    drawn = gap[:, sampled.classes.reshape(-1)]
+    log_weight = half.stands.expand(1, drawn.shape[1])
+    if noise.name == "softmax":
+        return torch.log(1.0 + (log_weight + drawn).exp().sum(1))
+    mine = log_weight[0] > -math.inf
+    moments = fit_gaussian(noise, drawn[:, mine], log_weight[:, mine], n_nodes=step.n_nodes, n_moves=step.n_moves)
+    return gaussian_nodes(*moments, step.n_nodes)
+
+
+@pytest.mark.parametrize("name", HALVING)
+@pytest.mark.parametrize("model", MODELS)
+def test_gradient_and_bound_are_those_of_all_classes_on_average_over_every_draw(name, model, monkeypatch):
+    noise, step, size = resolve_noise(model), CrossFitted(floor=None), 3
+    row = one_row(LABEL)
+    psi, psi_y, gap = scores(row)
+    found, found_bound, expected, expected_bound = 0.0, 0.0, 0.0, 0.0
+    for probability, sampled in every_halving(name, LABEL, Script(monkeypatch), size):
+        drawn = gap[:, sampled.classes.reshape(-1)]
+        bound, grad, hits = step.both_steps(
+            row, psi_y, {}, noise, drawn, sampled, Clock(1, 1), torch.Generator(), want_bound=True
+        )
+        assert hits == 0
+        spread = torch.zeros(1, K, dtype=torch.float64).index_add_(1, sampled.classes.reshape(-1), grad)
+        found, found_bound = found + probability * spread, found_bound + probability * bound
+        for half in sampled.halves:
+            one_bound, one_grad = full_sum(noise, gap, q_of(noise, gap, sampled, half, step))
+            expected = expected + 0.5 * probability * one_grad
+            expected_bound = expected_bound + 0.5 * probability * one_bound
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found_bound, expected_bound, rtol=1e-9, atol=1e-9)
+    assert (found_bound < log_likelihood(noise, psi, row.labels)).all()
+
+
+@pytest.mark.parametrize("name", HALVING)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_bound_that_is_shown_stays_below_the_likelihood_for_every_draw(name, model, monkeypatch):
+    noise, step, row = resolve_noise(model), CrossFitted(), one_row(LABEL)
+    psi, psi_y, gap = scores(row)
+    exact = log_likelihood(noise, psi, row.labels)
+    for _, sampled in every_halving(name, LABEL, Script(monkeypatch), 2):
+        assert (step.bound_on_all(row, psi_y, {}, noise, gap, sampled) <= exact + 1e-9).all()
+
+
+def halves_of_all(row):
+    sampler = AllClasses().bind(COUNTS.numpy(), reference.draw_without_replacement)
+    return sampler.draw_halves(row, K, generator=torch.Generator())
+
+
+def test_with_all_classes_it_is_the_exact_gradient():
+    row = one_row(LABEL)
+    psi, psi_y, gap = scores(row)
+    sampled, noise = halves_of_all(row), resolve_noise("softmax")
+    arguments = (row, psi_y, {}, noise, gap, sampled, Clock(1, 1), torch.Generator())
+    bound, grad, hits = CrossFitted().both_steps(*arguments, want_bound=True)
+    torch.testing.assert_close(grad, exact_softmax_grad(gap))
+    torch.testing.assert_close(bound, log_likelihood(noise, psi, row.labels))
+    assert hits == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_class_that_one_half_lacks_does_not_outweigh_all_else(model):
+    """Half B holds a class that beats the label by 12; without the floor it pulls a hundred times as hard, or more."""
+    noise, row = resolve_noise(model), one_row(LABEL)
+    sampler = HeadAndTail(power=0.0, uniform_share=1.0).bind(np.ones(40), reference.draw_without_replacement)
+    sampled = sampler.draw_halves(row, 10, generator=torch.Generator().manual_seed(0))
+    gap = torch.full((1, len(sampled.classes)), -2.0, dtype=torch.float64).masked_fill(sampled.mask, -torch.inf)
+    gap[0, -1] = 12.0
+    psi_y = torch.zeros(1, dtype=torch.float64)
+    for floor, expected in ((1.0, 1), (None, 0)):
+        step = CrossFitted(floor=floor)
+        _, grad, hits = step.both_steps(row, psi_y, {}, noise, gap, sampled, Clock(1, 1), torch.Generator(), False)
+        assert hits == expected
+        pull = -float(grad.sum())
+        if floor is None:
+            assert pull > {"softmax": 1e4, "probit": 15.0, "logistic": 3.5}[model]
+        else:
+            assert pull < {"softmax": 2.0 * math.e, "probit": 8.0, "logistic": 3.0}[model]
+
+
+def blobs(n=400, n_classes=60, n_features=6, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, n_classes, n)
+    return 1.5 * rng.normal(size=(n_classes, n_features))[y] + rng.normal(size=(n, n_features)), y
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_learns_nearly_what_all_classes_teach(model):
+    """A third of the classes at a step: closer to the fit with all of them than a q that is remembered comes."""
+    X, y = blobs()
+    settings = {"random_state": 0, "max_epochs": 30}
+    whole = AugmentReduceClassifier(model, class_sampling="all", **settings).fit(X, y).log_likelihood(X, y)
+    remembered = {"softmax": "natural-gradient"}.get(model, "newton")
+    ours, theirs = (
+        AugmentReduceClassifier(model, n_sampled_classes=20, local_step=step, **settings).fit(X, y).log_likelihood(X, y)
+        for step in ("cross-fitted", remembered)
+    )
+    assert abs(ours - whole) < 0.1
+    assert abs(ours - whole) < abs(theirs - whole)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "head-tail-shared", "conditional"])
+def test_stopped_and_resumed_it_ends_where_it_would_have_ended(sampling, tmp_path):
+    X, y = blobs(200, 12)
+    settings = {"local_step": "cross-fitted", "class_sampling": sampling, "n_sampled_classes": 6, "random_state": 1}
+    straight = AugmentReduceClassifier(max_iter=40, **settings).fit(X, y)
+    clf = AugmentReduceClassifier(max_iter=25, warm_start=True, **settings).fit(X, y)
+    clf.save(tmp_path / "model.safetensors")
+    clf = AugmentReduceClassifier.load(tmp_path / "model.safetensors").set_params(max_iter=15).fit(X, y)
+    np.testing.assert_array_equal(clf.coef_, straight.coef_)
+
+
+def test_nothing_is_kept_for_a_row():
+    from augment_reduce.defaults import Shape, resolve
+
+    noise = resolve_noise("probit")
+    chosen = resolve(AugmentReduceClassifier().get_params(), noise, Shape(10**9, 10, 10**5, 10**10), torch.float32)
+    assert isinstance(chosen.local, CrossFitted)
+    assert memory_bytes(chosen, Shape(10**9, 10, 10**5, 10**10), early_stopping=False)["per-row state"] == 0
+    X, y = blobs(100, 30)
+    stream = AugmentReduceClassifier(n_sampled_classes=8, random_state=0)
+    for begin in range(0, 100, 20):
+        stream.partial_fit(X[begin : begin + 20], y[begin : begin + 20], classes=np.arange(30))
+    assert np.isfinite(stream.log_likelihood(X, y))
+
+
+def test_one_class_has_no_halves():
+    X, y = blobs(50, 5)
+    with pytest.raises(ValueError, match=r"n_sampled_classes of at least 2.*found 1"):
+        AugmentReduceClassifier(local_step="cross-fitted", n_sampled_classes=1).fit(X, y)
