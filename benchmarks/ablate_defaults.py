@@ -9,6 +9,7 @@ paper        preset="paper" with the paper's B, |S| and iterations
 E step       by each row's visits, with the old q held by the M step, floored; probit, logistic: stochastic Newton
 optimiser    our Adagrad, start, minibatch and number of epochs; classes still drawn for each row, |S| of the paper
 prior        the default prior
+halves       the default E step for a sample: on one half of it, with the M step on the other (from four classes on)
 classes      the default sampler: all classes up to 2,000, else the frequent ones always and a shared sample of the rest
 default      nothing set: the E step that fits the sampler
 """
@@ -29,7 +30,7 @@ from augment_reduce.experiments.settings import STUDIES, Study
 from augment_reduce.experiments.sources import load
 from augment_reduce.local import NaturalGradient, Newton
 
-STEPS = ("paper", "E step", "optimiser", "prior", "classes", "default")
+STEPS = ("paper", "E step", "optimiser", "prior", "halves", "classes", "default")
 COLUMNS = ("dataset", "model", "step", "seed", "test log likelihood", "accuracy", "bound gap", "seconds")
 
 
@@ -46,6 +47,7 @@ def settings(step: str, study: Study, model: str, iterations: int | None) -> dic
         "E step": preset | e_step,
         "optimiser": ours | of_paper | e_step | {"prior_variance": None},
         "prior": ours | of_paper | e_step,
+        "halves": ours | of_paper,
         "classes": ours | e_step,
         "default": ours,
     }[step]

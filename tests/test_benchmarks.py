@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 
+from augment_reduce import Adagrad, AugmentReduceClassifier
 from augment_reduce.data import DatasetNotFoundError, load_dataset
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -256,6 +258,39 @@ def test_the_bar_of_exact_softmax(benchmark_named, tmp_path):
     best = max((row for row in rows if row["rows"] == "held out, best moment"), key=lambda row: row["log_likelihood"])
     assert rows[-2]["v"] in {row["v"] for row in rows}
     assert float(best["log_likelihood"]) < 0
+
+
+def test_the_bar_of_the_same_optimiser(benchmark_named, tmp_path):
+    module = benchmark_named("exact_adagrad")
+    rows = module.main(["--tiny", "--models", "softmax", "logistic", "--out", str(tmp_path / "bar.csv")])
+    assert [row["rows"] for row in rows] == 2 * (["held out"] * 2 + ["test"] * int(rows[-1]["epochs"]))
+    assert all(float(row["log_likelihood"]) < 0 for row in rows)
+
+
+def test_exact_steps_with_all_rows_are_those_of_the_estimator(benchmark_named):
+    """One epoch of one minibatch: the move of the benchmark's model is the library's, prior and all."""
+    module = benchmark_named("exact_adagrad")
+    rng = np.random.default_rng(0)
+    X = sp.random(30, 8, 0.4, "csr", np.float32, random_state=rng)
+    y = np.arange(30) % 4
+    part = module.Part(X, sp.csr_matrix((np.ones(30, np.float32), (np.arange(30), y))))
+    for name in ("softmax", "probit"):
+        model = module.Model(module.Pairs(part, torch.device("cpu")), module.resolve_noise(name), v=0.3)
+        model.batch_size = 30
+        model.rule = Adagrad(0.4, 0.7)
+        model.epoch(np.random.default_rng(0))
+        clf = AugmentReduceClassifier(
+            name, method="exact", optimizer=Adagrad(0.4, 0.7), prior_variance=0.3, batch_size=30, max_iter=1
+        ).fit(X, y)
+        np.testing.assert_allclose(model.weight.T.numpy(), clf.coef_, rtol=2e-4, atol=1e-6)
+        np.testing.assert_allclose(model.bias.numpy(), clf.intercept_, rtol=2e-4, atol=1e-6)
+
+
+def test_omniglot_on_other_splits(benchmark_named, tmp_path):
+    module = benchmark_named("omniglot_splits")
+    rows = module.main(["--tiny", "--iterations", "5", "--output", str(tmp_path / "splits.csv")])
+    assert [row["method"] for row in rows] == ["softmax", "one-vs-each"]
+    assert len((tmp_path / "splits.csv").read_text().splitlines()) == 3
 
 
 def test_gradients_of_the_bar_are_those_of_its_value(benchmark_named):

@@ -256,6 +256,18 @@ def test_omniglot_split_takes_16_of_each_class_by_seed():
 
 
 @needs_data
+def test_omniglot_splits_by_people_without_a_seed():
+    """Rows are ordered by class, then by who drew them: of every 20 the last 4 are for testing."""
+    data = load_dataset("omniglot", DATA, seed=None)
+    assert data.train.X.shape == (25_968, 784)
+    np.testing.assert_array_equal(data.test.y, np.repeat(np.arange(1_623), 4))
+    with np.load(DATA / "omniglot" / "omniglot_28x28.npz") as z:
+        np.testing.assert_array_equal(data.test.X[:4], z["images"][16:20].reshape(4, -1) / np.float32(255))
+    with pytest.raises(ValueError, match="only Omniglot"):
+        load_dataset("synthetic", seed=None)
+
+
+@needs_data
 def test_wordnet_glosses_statistics():
     text = load_dataset("wordnet-glosses", DATA)
     assert (len(text.train), len(text.validation), len(text.test)) == (1_525_191, 88_346, 86_738)

@@ -54,39 +54,41 @@ class CrossFitted(LocalStep):
         self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor, sampled: Sampled,
         clock: Clock, generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
-        assert sampled.halves is not None
+        halves = different(sampled)
         if type(noise) is Gumbel:
-            return self._softmax(gap, sampled.halves, want_bound)
-        return self._noise(noise, gap, sampled.halves, want_bound)
+            return self._softmax(gap, halves, want_bound)
+        return self._noise(noise, gap, halves, want_bound)
 
-    def _softmax(self, gap: Tensor, halves: tuple[Half, Half], want_bound: bool) -> tuple[Tensor | None, Tensor, int]:
+    def _softmax(self, gap: Tensor, halves: tuple[Half, ...], want_bound: bool) -> tuple[Tensor | None, Tensor, int]:
         """eta_A = 1 + sum_{k in A} omega_k e^gap_k; gradient -1/2 sum over both halves of omega_k|A e^gap_k / eta_A."""
         shift = gap.amax(dim=-1, keepdim=True).clamp_min_(0.0)  # the label's own gap is 0, and one of those in eta
         scaled = (gap - shift).exp_()
         label = torch.exp(-shift[:, 0])
         bound, pull, hits = torch.zeros_like(label), torch.zeros_like(scaled), 0
+        share = 1.0 / len(halves)
         for half in halves:
             eta = label + weighted_sum(scaled, half.stands)  # both in units of e^shift
             target = label + weighted_sum(scaled, half.given)
             if want_bound:
-                bound += 0.5 * (1.0 - shift[:, 0] - eta.log() - target / eta)
+                bound += share * (1.0 - shift[:, 0] - eta.log() - target / eta)
             if self.floor is not None:
                 lowest = target * math.exp(-self.floor)
                 hits += int((lowest > eta).sum())
                 eta = torch.maximum(eta, lowest)
-            pull -= (0.5 / eta)[:, None] * half.given.exp()
+            pull -= (share / eta)[:, None] * half.given.exp()
         return (bound if want_bound else None), scaled.mul_(pull), hits
 
     def _noise(
-        self, noise: Noise, gap: Tensor, halves: tuple[Half, Half], want_bound: bool
+        self, noise: Noise, gap: Tensor, halves: tuple[Half, ...], want_bound: bool
     ) -> tuple[Tensor | None, Tensor, int]:
         """q_A: the best Gaussian for half A, by Newton."""
         bound, grad, hits = torch.zeros_like(gap[:, 0]), torch.zeros_like(gap), 0
+        share = 1.0 / len(halves)
         for half in halves:
             q = gaussian_nodes(*self._gaussian(noise, gap, half), self.n_nodes)
             some, log_weight = part_of(gap, half.given)
             if want_bound:
-                bound += 0.5 * bounds.noise_bound(noise, gap[:, some], log_weight, q)
+                bound += share * bounds.noise_bound(noise, gap[:, some], log_weight, q)
             pull = bounds.noise_bound_grad(noise, gap[:, some], log_weight, q)
             if self.floor is not None:
                 expected = (noise.dlog_prob(q.eps) @ q.weight).neg()  # A's pull, where q_A is best
@@ -94,7 +96,7 @@ class CrossFitted(LocalStep):
                 total = pull.sum(dim=1).neg()
                 hits += int((total > most).sum())
                 pull *= (most / total).clamp_max(1.0).nan_to_num(1.0)[:, None]
-            grad[:, some] += 0.5 * pull
+            grad[:, some] += share * pull
         return (bound if want_bound else None), grad, hits
 
     def _gaussian(self, noise: Noise, gap: Tensor, half: Half) -> tuple[Tensor, Tensor]:
@@ -107,18 +109,25 @@ class CrossFitted(LocalStep):
     ) -> Tensor:  # fmt: skip
         """q from either half of a draw like those of training, the bound over all classes."""
         assert sampled is not None
-        assert sampled.halves is not None
+        halves = different(sampled)
         classes = sampled.classes.expand(len(gap), -1)
         drawn, full = gap.gather(1, classes), gap.new_zeros(())
         found = torch.zeros_like(gap[:, 0])
-        for half in sampled.halves:
+        for half in halves:
             if type(noise) is Gumbel:
                 log_eta = bounds.log_eta_tilde(drawn, half.stands.to(gap.dtype))
-                found += 0.5 * bounds.softmax_bound(gap, full, log_eta)
+                found += bounds.softmax_bound(gap, full, log_eta)
             else:
                 q = gaussian_nodes(*self._gaussian(noise, drawn, half), n_nodes=40)
-                found += 0.5 * bounds.noise_bound(noise, gap, full, q)
-        return found
+                found += bounds.noise_bound(noise, gap, full, q)
+        return found / len(halves)
+
+
+def different(sampled: Sampled) -> tuple[Half, ...]:
+    """The halves of a sample; one, where both are the whole."""
+    assert sampled.halves is not None
+    first, second = sampled.halves
+    return (first,) if first is second else (first, second)
 
 
 def weighted_sum(scaled: Tensor, log_weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from .amortised import Amortised
 from .crossed import CrossFitted
 from .local import LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
-from .noise import Gumbel, Noise
+from .noise import Noise
 from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
 from .sampler import AllClasses, ClassSampler, HeadAndTail, UniformPerRow, resolve_sampler
 
@@ -124,14 +124,14 @@ def default_adagrad(rate: float | None, noise: Noise, shape: Shape, batch_size: 
 
 
 def default_prior_variance(noise: Noise, shape: Shape) -> float:
-    """Softmax: 3; with more weights than rows N / 15,000 in [0.2, 3]. Others: more by their variance, the utility's
-    unit.
+    """Softmax and logistic: 3; with more weights than rows N / 15,000 in [0.2, 3]. Probit: a fifth of that.
 
-    Few rows for many weights need the prior's help: on held-out rows of four sets the best variance grew with N. A
-    stream, of unknown length, has 1.
+    Few rows for many weights need the prior's help: on held-out rows of four sets the best variance grew with N. What a
+    score has to reach is the tail of the noise, e^-x for softmax and logistic, e^(-x^2 / 2) for probit, which is there
+    with smaller ones (docs/defaults.md). A stream, of unknown length, has 1.
     """
     of_softmax = 1.0 if shape.stream else 3.0 if few_weights(shape) else min(max(shape.n_rows / 15_000, 0.2), 3.0)
-    return of_softmax * deviation(noise) ** 2 / deviation(Gumbel()) ** 2
+    return (0.2 if noise.name == "probit" else 1.0) * of_softmax
 
 
 def deviation(noise: Noise) -> float:

@@ -33,7 +33,7 @@ class Request:
     path: PathLike | None
     reduction: str | None
     min_count: int
-    seed: int
+    seed: int | None
     download: bool
     verify: bool
     progress: bool
@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
 
     reduction: str | None
     min_count: int
-    seed: int
+    seed: int | None
     download: bool
     verify: bool
     progress: bool
@@ -68,7 +68,7 @@ def load_dataset(
     *,
     reduction: str | None = None,
     min_count: int = 1,
-    seed: int = 0,
+    seed: int | None = 0,
     download: bool = True,
     verify: bool = True,
     progress: bool = True,
@@ -80,7 +80,8 @@ def load_dataset(
 
     - `reduction`: "first" or "all" for sets of labels; None is "all" for debian-deps and the paper's "first" elsewhere.
     - `min_count`: only labels on at least so many training rows (words, for wordnet-glosses).
-    - `seed`: draws Omniglot's 16 training drawings of each class, and the synthetic data.
+    - `seed`: draws Omniglot's 16 training drawings of each class, and the synthetic data. For Omniglot None splits by
+      people: the last 4 who drew an alphabet are for testing.
     - `verify`: refuse a file whose checksum is not the recorded one.
     """
     key = name.lower().replace("_", "-")
@@ -90,6 +91,8 @@ def load_dataset(
         raise ValueError(f"Expected a dataset among {', '.join(DATASETS)}, but found {name!r}.{hint}")
     if min_count < 1:
         raise ValueError(f"Expected min_count of at least 1, but found {min_count}.")
+    if seed is None and key != "omniglot":
+        raise ValueError(f"Expected a whole number as the seed of {key!r}, but found None, which only Omniglot knows.")
     if key in SINGLE_LABEL and (reduction is not None or (min_count > 1 and key != "wordnet-glosses")):
         raise ValueError(
             f"Expected no reduction and no min_count for {key!r}, which has one label a row, but found "
@@ -118,20 +121,27 @@ def _pixels(images: np.ndarray) -> npt.NDArray[np.float32]:
 
 
 def _omniglot(request: Request) -> Dataset:
-    """28 x 28 pixels / 255; of the 20 drawings of each class 16 for training and 4 for testing, drawn by `seed`."""
+    """28 x 28 pixels / 255; of the 20 drawings of each class 16 for training and 4 for testing, drawn by `seed`.
+
+    With seed None the first 16 people of each alphabet train and the last 4 test: nobody is on both sides.
+    """
     if find_file("omniglot", "prepared", request.path) is not None:
         with np.load(request.file("prepared"), allow_pickle=False) as z:
             images, labels, alphabet, character = z["images"], z["labels"], z["alphabet"], z["character"]
-            alphabets = z["alphabet_names"].tolist()
+            sample, alphabets = z["sample"], z["alphabet_names"].tolist()
     else:
         found = read_omniglot_zip(request.file("background"), request.file("evaluation"))
         images, labels, alphabet, character = found.images, found.labels, found.alphabet, found.character
-        alphabets = found.alphabet_names
+        sample, alphabets = found.sample, found.alphabet_names
     classes, first, y = np.unique(labels, return_index=True, return_inverse=True)
-    in_train = choose_per_class(y, len(classes), OMNIGLOT_TRAIN_PER_CLASS, request.seed)
+    note = f"{OMNIGLOT_TRAIN_PER_CLASS} of the drawings of each class for training, "
+    if request.seed is None:
+        in_train, note = sample <= OMNIGLOT_TRAIN_PER_CLASS, note + "by who drew them"
+    else:
+        in_train = choose_per_class(y, len(classes), OMNIGLOT_TRAIN_PER_CLASS, request.seed)
+        note += f"drawn with seed {request.seed}"
     X = _pixels(images)
     names = [f"{alphabets[alphabet[i]]}/character{int(character[i]):02d}" for i in first]
-    note = f"{OMNIGLOT_TRAIN_PER_CLASS} of the drawings of each class for training, drawn with seed {request.seed}"
     return Dataset("omniglot", Split(X[in_train], y[in_train]), Split(X[~in_train], y[~in_train]), names, notes=(note,))
 
 
