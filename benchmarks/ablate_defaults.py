@@ -10,7 +10,8 @@ E step       by each row's visits, with the old q held by the M step, floored; p
 optimiser    our Adagrad, start, minibatch and number of epochs; classes still drawn for each row, |S| of the paper
 prior        the default prior
 halves       the default E step for a sample: on one half of it, with the M step on the other (from four classes on)
-classes      the default sampler: all classes up to 2,000, else the frequent ones always and a shared sample of the rest
+classes      after `prior`, without halves: the default sampler, all classes up to 2,000, else the frequent ones always
+             and a shared sample of the rest
 default      nothing set: the E step that fits the sampler
 """
 

@@ -3,8 +3,8 @@
     python benchmarks/omniglot_splits.py --splits drawers 0 1 2 --output docs/results/omniglot_splits.csv
 
 The paper does not say which four drawings of a character are for testing. A number draws them at random for each
-character (0 is ours). `drawers` keeps the last four people of each alphabet for testing: nobody is on both sides. Both
-as `load_dataset("omniglot", seed=...)` has them.
+character (0 is ours). `drawers` keeps the last four people of each alphabet for testing: nobody is on both sides of it,
+though who drew two alphabets may be, which the files do not say. Both as `load_dataset("omniglot", seed=...)` has them.
 """
 
 from __future__ import annotations

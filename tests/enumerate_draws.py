@@ -157,13 +157,14 @@ def drawn_with(
 def every_halving(name: str, label: int, script: Script, size: int) -> Iterator[tuple[float, Sampled]]:
     """(probability, what the sampler returns) for every outcome of `draw_halves`, for one row with this label."""
     row = one_row(label)
-    if name == "uniform":
-        subsets = list(itertools.combinations(range(K - 1), size))
+    if name == "uniform" or (name == "uniform-shared" and size > 3):
+        kind, n = (UniformPerRow, K - 1) if name == "uniform" else (UniformShared, K)
+        subsets = list(itertools.combinations(range(n), size))
         places = list(itertools.permutations(range(size)))
         for picks, place in itertools.product(subsets, places):
             with script.monkeypatch.context() as patch:
                 patch.setattr(torch, "randperm", lambda n, place=place, **_: torch.tensor(place))
-                sampled = scripted_picks(UniformPerRow(), [picks]).draw_halves(row, size, generator=torch.Generator())
+                sampled = scripted_picks(kind(), [picks]).draw_halves(row, size, generator=torch.Generator())
             yield 1 / len(subsets) / len(places), sampled
     elif name == "uniform-shared":
         subsets = [list(itertools.combinations(range(K), n)) for n in (size - size // 2, size // 2)]

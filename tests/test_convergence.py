@@ -45,16 +45,20 @@ def penalised(clf, X, y, prior_variance):
     return N * clf.log_likelihood(X, y) - shrink
 
 
-@pytest.mark.parametrize(("sampling", "size"), [("uniform", 3), ("frequency-shared", 12)])
+@pytest.mark.parametrize(
+    ("sampling", "size", "off"),
+    [("uniform", 3, 1e-3), ("uniform", 5, 1e-3), ("frequency-shared", 12, 1e-3), ("uniform", 4, 5e-3)],
+)
 @pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
-def test_augment_reduce_converges_to_maximum_likelihood(model, sampling, size):
+def test_augment_reduce_converges_to_maximum_likelihood(model, sampling, size, off):
+    """With four of the five others q is cross-fitted, and such a fit ends a little off (docs/math.md)."""
     X, y = rows()
     clf = AugmentReduceClassifier(
         model=model, class_sampling=sampling, n_sampled_classes=size, batch_size=40, max_epochs=400,
         prior_variance=None, random_state=0,
     ).fit(X, y)  # fmt: skip
     best, _ = optimum(model, X, y)
-    assert best - 1e-3 < clf.log_likelihood(X, y) <= best + 1e-9
+    assert best - off < clf.log_likelihood(X, y) <= best + 1e-9
 
 
 @pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])

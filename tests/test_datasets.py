@@ -263,7 +263,7 @@ def test_omniglot_splits_by_people_without_a_seed():
     np.testing.assert_array_equal(data.test.y, np.repeat(np.arange(1_623), 4))
     with np.load(DATA / "omniglot" / "omniglot_28x28.npz") as z:
         np.testing.assert_array_equal(data.test.X[:4], z["images"][16:20].reshape(4, -1) / np.float32(255))
-    with pytest.raises(ValueError, match="only Omniglot"):
+    with pytest.raises(ValueError, match="only Omniglot knows"):
         load_dataset("synthetic", seed=None)
 
 

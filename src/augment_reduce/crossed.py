@@ -25,6 +25,8 @@ from .local import Clock, LocalState, LocalStep
 from .noise import Gumbel, Noise
 from .sampler import Half, Minibatch, Sampled
 
+SMALLEST = 1e-30  # eta in units of the largest term of both halves: what is below is no less hopeless, and finite
+
 
 @dataclass(frozen=True)
 class CrossFitted(LocalStep):
@@ -43,6 +45,10 @@ class CrossFitted(LocalStep):
     floor: float | None = 1.0
     n_moves: int = 4
     n_nodes: int = 5
+
+    def __post_init__(self) -> None:
+        if self.floor is not None and not self.floor >= 0.0:
+            raise ValueError(f"Expected floor to be None or a number from 0 up, found {self.floor}.")
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         return {}
@@ -67,7 +73,7 @@ class CrossFitted(LocalStep):
         bound, pull, hits = torch.zeros_like(label), torch.zeros_like(scaled), 0
         share = 1.0 / len(halves)
         for half in halves:
-            eta = label + weighted_sum(scaled, half.stands)  # both in units of e^shift
+            eta = (label + weighted_sum(scaled, half.stands)).clamp_min(SMALLEST)  # both in units of e^shift
             target = label + weighted_sum(scaled, half.given)
             if want_bound:
                 bound += share * (1.0 - shift[:, 0] - eta.log() - target / eta)
@@ -95,7 +101,7 @@ class CrossFitted(LocalStep):
                 most = math.exp(self.floor) * (1.0 + expected.clamp_min(0.0)) - 1.0
                 total = pull.sum(dim=1).neg()
                 hits += int((total > most).sum())
-                pull *= (most / total).clamp_max(1.0).nan_to_num(1.0)[:, None]
+                pull *= torch.where(total > most, most / total, 1.0)[:, None]
             grad[:, some] += share * pull
         return (bound if want_bound else None), grad, hits
 

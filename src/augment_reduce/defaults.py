@@ -225,8 +225,8 @@ def resolve_local(
         )
     if chosen.takes_halves and n_sampled < 2 and not isinstance(sampler, AllClasses):
         raise ValueError(
-            f"local_step={chosen.name!r} needs n_sampled_classes of at least 2, one for each half; found {n_sampled}. "
-            f"Draw more classes, or leave local_step=None."
+            f"local_step={chosen.name!r} needs at least 2 sampled classes, one for each half; here |S| is {n_sampled} "
+            "(n_sampled_classes, and at most the classes other than the label). Leave local_step=None."
         )
     return chosen
 

@@ -50,13 +50,13 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     batch_size, max_iter, max_epochs : int, optional
         Rows a step, and how many steps, or passes over the data (set one of the two).
     prior_variance : "auto", float or None
-        Variance v of a Gaussian prior on weights and biases. "auto" goes by the rows (0.2 to 3 for softmax, times 0.61
-        for probit and 2 for logistic: docs/defaults.md), and is none with a preset; None is maximum likelihood.
+        Variance v of a Gaussian prior on weights and biases. "auto" goes by the rows (0.2 to 3, for probit a fifth of
+        that: docs/defaults.md), and is none with a preset; None is maximum likelihood.
     optimizer, learning_rate : optional
         "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.
     local_step : optional
-        The E step: "natural-gradient" (softmax), "newton", "gradient", "amortised" (predicted from the features,
-        nothing is kept for a row), or a LocalStep.
+        The E step: "cross-fitted" (from one half of the sampled classes, for the other), "natural-gradient" (softmax),
+        "newton", "gradient" (one q for each row, remembered), "amortised" (predicted from the features); a LocalStep.
     early_stopping, validation_fraction, n_iter_no_change, tol
         Hold out that share of the rows, stop when their log likelihood has not risen by `tol` for
         `n_iter_no_change` looks, and keep the best weights.
@@ -84,7 +84,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     n_features_in_, feature_names_in_, n_iter_
     history_ : dict of arrays
         "iteration", "epoch", "seconds" (of training), "bound" (per row), "validation_log_likelihood", "bound_gap"
-        (log p minus the bound, on fixed training rows), "floor_hits".
+        (log p minus the bound, on fixed training rows), "floor_hits" (half rows, where cross-fitted).
     """
 
     def __init__(

@@ -322,6 +322,6 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callab
 
 
 def halves_to_look_with(problem: Problem, minibatch: Minibatch) -> Sampled:
-    """Classes drawn as for a step, always with the same luck; by a copy of the sampler, which may learn in a draw."""
+    """Classes drawn as for a step, always with the same luck. By a copy: a sampler may take up something new then."""
     generator = torch.Generator().manual_seed(0)
     return copy.copy(problem.sampler).draw_halves(minibatch, problem.n_sampled, generator=generator)

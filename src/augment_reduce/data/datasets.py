@@ -91,8 +91,10 @@ def load_dataset(
         raise ValueError(f"Expected a dataset among {', '.join(DATASETS)}, but found {name!r}.{hint}")
     if min_count < 1:
         raise ValueError(f"Expected min_count of at least 1, but found {min_count}.")
-    if seed is None and key != "omniglot":
-        raise ValueError(f"Expected a whole number as the seed of {key!r}, but found None, which only Omniglot knows.")
+    if seed is None and key == "synthetic":
+        raise ValueError(
+            "Expected a whole number as the seed of 'synthetic', but found None: only Omniglot knows that."
+        )
     if key in SINGLE_LABEL and (reduction is not None or (min_count > 1 and key != "wordnet-glosses")):
         raise ValueError(
             f"Expected no reduction and no min_count for {key!r}, which has one label a row, but found "
@@ -123,7 +125,7 @@ def _pixels(images: np.ndarray) -> npt.NDArray[np.float32]:
 def _omniglot(request: Request) -> Dataset:
     """28 x 28 pixels / 255; of the 20 drawings of each class 16 for training and 4 for testing, drawn by `seed`.
 
-    With seed None the first 16 people of each alphabet train and the last 4 test: nobody is on both sides.
+    With seed None the first 16 people of each alphabet train and the last 4 test: nobody is on both sides of it.
     """
     if find_file("omniglot", "prepared", request.path) is not None:
         with np.load(request.file("prepared"), allow_pickle=False) as z:

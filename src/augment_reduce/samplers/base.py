@@ -123,8 +123,12 @@ class ClassSampler:
 def joined(first: Sampled, second: Sampled) -> Sampled:
     """Two independent samples for the same rows as the halves of one."""
     classes = torch.cat([first.classes, second.classes], dim=-1)
-    mask = None if first.mask is None or second.mask is None else torch.cat([first.mask, second.mask], dim=-1)
     n, m = first.classes.shape[-1], second.classes.shape[-1]
+    mask = None
+    if first.mask is not None or second.mask is not None:
+        shape = next(sample.mask.shape[:-1] for sample in (first, second) if sample.mask is not None)
+        none = [torch.zeros(*shape, size, dtype=torch.bool) for size in (n, m)]
+        mask = torch.cat([x if x is not None else y for x, y in zip((first.mask, second.mask), none, strict=True)], -1)
     a, b = (_one_a_class(sample) for sample in (first, second))
     return in_halves(classes, mask, F.pad(a, (0, m), value=-math.inf), F.pad(b, (n, 0), value=-math.inf))
 
@@ -143,6 +147,12 @@ def halved(sampled: Sampled) -> Sampled:
 def in_halves(classes: Tensor, mask: Tensor | None, a: Tensor, b: Tensor) -> Sampled:
     """A sample of two that are independent: given the one, the other stands for the rest as it does by itself."""
     return Sampled(classes, mean_weight(a, b), mask, False, (Half(stands=a, given=b), Half(stands=b, given=a)))
+
+
+def whole(sampled: Sampled) -> Sampled:
+    """Of a sample that leaves nothing to chance both halves are the whole."""
+    half = Half(stands=_one_a_class(sampled), given=_one_a_class(sampled))
+    return sampled._replace(halves=(half, half))
 
 
 def mean_weight(a: Tensor, b: Tensor) -> Tensor:

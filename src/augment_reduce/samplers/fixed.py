@@ -23,6 +23,7 @@ from .base import (
     in_halves,
     many_uniforms,
     mean_weight,
+    whole,
 )  # fmt: skip
 
 
@@ -39,8 +40,10 @@ class UniformPerRow(ClassSampler):
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
         """One draw without replacement, cut in two at random. Given one half, whose classes are then certain, the other
-        is a draw without replacement from those that are left: with all K-1 classes nothing is left to chance."""
+        is a draw without replacement from those that are left."""
         sampled = self.draw_for(minibatch, size, generator=generator)
+        if size == self.n_classes - 1:
+            return whole(sampled)
         place = torch.randperm(size, generator=generator)  # the set is uniform, the order in which it comes is not
         n, others, kind = size - size // 2, self.n_classes - 1, sampled.log_weight.dtype
 
@@ -75,6 +78,27 @@ class UniformShared(ClassSampler):
             others = size - mask.sum(dim=1, keepdim=True)
             log_weight = torch.log((self.n_classes - 1) / others.to(torch.float64)).to(dtype)
         return Sampled(classes, log_weight, mask, distinct=True)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """As `UniformPerRow`, counting for each row without its label. Of two or three classes a half could be the
+        label alone: then two draws."""
+        if size < 4:
+            return super().draw_halves(minibatch, size, generator=generator)
+        sampled = self.draw_for(minibatch, size, generator=generator)
+        if size == self.n_classes:
+            return whole(sampled)
+        mask = minibatch.labels[:, None] == sampled.classes
+        first = torch.randperm(size, generator=generator) < size - size // 2
+        others, dtype = self.n_classes - 1, sampled.log_weight.dtype
+
+        def half(inside: Tensor) -> Half:
+            of, rest = ((~mask & part).sum(dim=1, keepdim=True).double() for part in (inside, ~inside))
+            stands = torch.where(inside, others / of, 0.0)
+            given = torch.where(inside, 1.0, (others - of) / rest)
+            return Half(stands.log().to(dtype), given.log().to(dtype))
+
+        halves = half(first), half(~first)
+        return sampled._replace(log_weight=mean_weight(halves[0].given, halves[1].given), halves=halves)
 
 
 class _Frequency(ClassSampler):
@@ -184,7 +208,9 @@ class HeadAndTail(_Frequency):
         """The head is in both; of the tail each half has strata of its own, twice as wide."""
         head, dtype = self.head_for(minibatch, size), minibatch.parameters.weight.dtype
         n = size - len(head)
-        sizes = (n - n // 2, max(n // 2, 1)) if n else (0, 0)  # a tail of one class is one class for each half
+        if not n:
+            return whole(self._with_head(head, minibatch.labels, size, generator, dtype))
+        sizes = n - n // 2, max(n // 2, 1)  # a tail of one class is one class for each half: |S| + 1
         (first, of_first), (second, of_second) = (self._tail(head, m, generator, dtype) for m in sizes)
         classes, certain = torch.cat([head, first, second]), torch.zeros(len(head), dtype=dtype)
         a = torch.cat([certain, of_first, torch.full_like(of_second, -math.inf)])
@@ -244,7 +270,4 @@ class AllClasses(ClassSampler):
         return Sampled(classes, torch.zeros((), dtype=dtype), labels[:, None] == classes, distinct=True)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """Nothing is left to chance: both halves are the whole."""
-        sampled = self.draw_for(minibatch, size, generator=generator)
-        whole = Half(*(torch.zeros(self.n_classes, dtype=sampled.log_weight.dtype) for _ in range(2)))
-        return sampled._replace(halves=(whole, whole))
+        return whole(self.draw_for(minibatch, size, generator=generator))
