@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import append
+from common import kept
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.experiments.evaluate import heldout_metrics
@@ -97,14 +98,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         return []
     rows: list[dict[str, Any]] = []
     for dataset in options.datasets:
-        source = load(STUDIES[dataset], None)
-        for model in options.models:
-            for step in options.steps:
-                for seed in options.seeds:
-                    rows.append(one_fit(STUDIES[dataset], model, step, seed, options.iterations, source))
-                    print(", ".join(str(value) for value in rows[-1].values()), flush=True)
-                    if options.output:
-                        append(options.output, COLUMNS, rows[-1:])
+        source, cells = load(STUDIES[dataset], None), itertools.product(options.models, options.steps, options.seeds)
+        fits = (one_fit(STUDIES[dataset], *cell, options.iterations, source) for cell in cells)
+        rows += kept(fits, COLUMNS, options.output)
     return rows
 
 

@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def append(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
         if new:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def kept(rows: Iterable[dict], columns: tuple[str, ...], output: Path | None) -> list[dict]:
+    """The rows, each printed, and added to a csv file if there is one, as soon as it is made."""
+    found = []
+    for each in rows:
+        found.append(each)
+        print(", ".join(str(value) for value in each.values()), flush=True)
+        if output:
+            append(output, columns, [each])
+    return found
 
 
 def report(rows: list[dict[str, object]], *, save: bool) -> None:

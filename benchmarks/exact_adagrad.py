@@ -7,8 +7,8 @@
 `exact_bar.py` goes to the maximum of the posterior; this stops on the way, as people do. Softmax in closed form, probit
 and logistic by quadrature of eq. (5), gradient and likelihood alike: no bound anywhere. Rate, decay and eps are the
 rules of `defaults.py`. The log likelihood of a tenth of the training rows (of packages, for debian-deps), held out, is
-looked at after every epoch; then the best variance and epoch are fitted on all training rows, and the test rows are
-looked at once, at that epoch, and at those named by --looks.
+looked at after every epoch; then all training rows are fitted with the best variance for the best number of epochs, and
+the test rows are looked at then, and at the epochs of --looks on the way.
 """
 
 from __future__ import annotations

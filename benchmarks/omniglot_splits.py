@@ -10,11 +10,12 @@ though who drew two alphabets may be, which the files do not say. Both as `load_
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import append
+from common import kept
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.data import load_dataset
@@ -56,15 +57,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--output", type=Path, help="a csv file to append to")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
-    rows = []
-    for name in options.splits:
-        for method in options.methods:
-            for seed in options.seeds:
-                rows.append(one_fit(name, method, seed, options.iterations, options.tiny))
-                print(", ".join(str(value) for value in rows[-1].values()), flush=True)
-                if options.output:
-                    append(options.output, COLUMNS, rows[-1:])
-    return rows
+    cells = itertools.product(options.splits, options.methods, options.seeds)
+    return kept((one_fit(*cell, options.iterations, options.tiny) for cell in cells), COLUMNS, options.output)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,26 @@ def halved(sampled: Sampled) -> Sampled:
     return in_halves(sampled.classes, sampled.mask, a, b)
 
 
+def cut_in_two(sampled: Sampled, n_others: int, generator: torch.Generator) -> Sampled:
+    """The halves of one draw without replacement from the `n_others` classes other than the label, the label masked.
+
+    Cut at random: the set is uniform, the order in which it comes is not. The halves are not independent; but given
+    one, whose classes are then certain, the other is a draw without replacement from those that are left.
+    """
+    size, dtype = sampled.classes.shape[-1], sampled.log_weight.dtype
+    first = torch.randperm(size, generator=generator) < size - size // 2
+    counts = torch.ones(size, dtype=torch.bool) if sampled.mask is None else ~sampled.mask
+
+    def half(inside: Tensor) -> Half:
+        own, rest = ((counts & part).sum(dim=-1, keepdim=True).double() for part in (inside, ~inside))
+        stands = torch.where(inside, n_others / own, 0.0)
+        given = torch.where(inside, 1.0, (n_others - own) / rest)
+        return Half(stands.log().to(dtype), given.log().to(dtype))
+
+    halves = half(first), half(~first)
+    return sampled._replace(log_weight=mean_weight(halves[0].given, halves[1].given), halves=halves)
+
+
 def in_halves(classes: Tensor, mask: Tensor | None, a: Tensor, b: Tensor) -> Sampled:
     """A sample of two that are independent: given the one, the other stands for the rest as it does by itself."""
     return Sampled(classes, mean_weight(a, b), mask, False, (Half(stands=a, given=b), Half(stands=b, given=a)))

@@ -13,16 +13,15 @@ from torch import Tensor
 from .base import (
     ClassSampler,
     DrawWithoutReplacement,
-    Half,
     Minibatch,
     Sampled,
     by_frequency,
     certain_classes,
+    cut_in_two,
     frequencies,
     halved,
     in_halves,
     many_uniforms,
-    mean_weight,
     whole,
 )  # fmt: skip
 
@@ -39,22 +38,8 @@ class UniformPerRow(ClassSampler):
         return Sampled(classes, log_weight, mask=None, distinct=True)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """One draw without replacement, cut in two at random. Given one half, whose classes are then certain, the other
-        is a draw without replacement from those that are left."""
         sampled = self.draw_for(minibatch, size, generator=generator)
-        if size == self.n_classes - 1:
-            return whole(sampled)
-        place = torch.randperm(size, generator=generator)  # the set is uniform, the order in which it comes is not
-        n, others, kind = size - size // 2, self.n_classes - 1, sampled.log_weight.dtype
-
-        def half(of: int, inside: Tensor) -> Half:
-            def log_weights(within: float, outside: float) -> Tensor:
-                return torch.full(place.shape, outside, dtype=torch.float64).where(~inside, within).log().to(kind)
-
-            return Half(log_weights(others / of, 0.0), log_weights(1.0, (others - of) / (size - of)))
-
-        halves = half(n, place < n), half(size - n, place >= n)
-        return sampled._replace(log_weight=mean_weight(halves[0].given, halves[1].given), halves=halves)
+        return whole(sampled) if size == self.n_classes - 1 else cut_in_two(sampled, self.n_classes - 1, generator)
 
 
 class UniformShared(ClassSampler):
@@ -80,25 +65,10 @@ class UniformShared(ClassSampler):
         return Sampled(classes, log_weight, mask, distinct=True)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """As `UniformPerRow`, counting for each row without its label. Of two or three classes a half could be the
-        label alone: then two draws."""
-        if size < 4:
+        if size < 4:  # a half could be the label alone
             return super().draw_halves(minibatch, size, generator=generator)
         sampled = self.draw_for(minibatch, size, generator=generator)
-        if size == self.n_classes:
-            return whole(sampled)
-        mask = minibatch.labels[:, None] == sampled.classes
-        first = torch.randperm(size, generator=generator) < size - size // 2
-        others, dtype = self.n_classes - 1, sampled.log_weight.dtype
-
-        def half(inside: Tensor) -> Half:
-            of, rest = ((~mask & part).sum(dim=1, keepdim=True).double() for part in (inside, ~inside))
-            stands = torch.where(inside, others / of, 0.0)
-            given = torch.where(inside, 1.0, (others - of) / rest)
-            return Half(stands.log().to(dtype), given.log().to(dtype))
-
-        halves = half(first), half(~first)
-        return sampled._replace(log_weight=mean_weight(halves[0].given, halves[1].given), halves=halves)
+        return whole(sampled) if size == self.n_classes else cut_in_two(sampled, self.n_classes - 1, generator)
 
 
 class _Frequency(ClassSampler):
