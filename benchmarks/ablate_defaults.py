@@ -55,8 +55,9 @@ def settings(step: str, study: Study, model: str, iterations: int | None) -> dic
     }[step]
 
 
-def one_fit(study: Study, model: str, step: str, seed: int, iterations: int | None, source: Any) -> dict[str, Any]:
+def one_fit(study: Study, model: str, step: str, seed: int, iterations: int | None) -> dict[str, Any]:
     clf = AugmentReduceClassifier(model, random_state=seed, n_jobs=1, **settings(step, study, model, iterations))
+    source = load(study, None, study.seed_of_rows(seed))
     clf.fit(source.X, source.y)
     found = heldout_metrics(clf, source.X_test, source.y_test)
     gaps = clf.history_["bound_gap"][~np.isnan(clf.history_["bound_gap"])]
@@ -98,8 +99,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         return []
     rows: list[dict[str, Any]] = []
     for dataset in options.datasets:
-        source, cells = load(STUDIES[dataset], None), itertools.product(options.models, options.steps, options.seeds)
-        fits = (one_fit(STUDIES[dataset], *cell, options.iterations, source) for cell in cells)
+        cells = itertools.product(options.models, options.steps, options.seeds)
+        fits = (one_fit(STUDIES[dataset], *cell, options.iterations) for cell in cells)
         rows += kept(fits, COLUMNS, options.output)
     return rows
 

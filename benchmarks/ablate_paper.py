@@ -19,7 +19,7 @@ import numpy as np
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.experiments.evaluate import heldout_metrics
 from augment_reduce.experiments.settings import STUDIES, Study
-from augment_reduce.experiments.sources import Source, load
+from augment_reduce.experiments.sources import load
 from augment_reduce.local import NaturalGradient, Newton, Reparameterised, StepSize
 from augment_reduce.optim import SectionFour
 
@@ -70,13 +70,12 @@ COLUMNS = (
 )
 
 
-def one_run(
-    study: Study, source: Source, model: str, change: dict[str, Any], seed: int, steps: int
-) -> dict[str, float]:
+def one_run(study: Study, model: str, change: dict[str, Any], seed: int, steps: int) -> dict[str, float]:
     clf = AugmentReduceClassifier(
         model, preset="paper", n_sampled_classes=study.n_sampled_classes, batch_size=study.batch_size,
         random_state=seed, n_jobs=1, max_iter=steps, **change,
     )  # fmt: skip
+    source = load(study, None, study.seed_of_rows(seed))
     try:
         clf.fit(source.X, source.y)
     except FloatingPointError as error:  # a finding, not a failure of the study
@@ -97,13 +96,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for dataset in options.datasets:
         study = STUDIES[dataset]
-        source, steps = load(study, None), options.iterations or study.iterations
+        steps = options.iterations or study.iterations
         for model in options.models:
             base = None
             for place, (name, change) in enumerate(CHANGES[model].items()):
                 if options.changes and place not in options.changes:
                     continue
-                runs = [one_run(study, source, model, change, seed, steps) for seed in options.seeds]
+                runs = [one_run(study, model, change, seed, steps) for seed in options.seeds]
                 values = np.array([run["test_log_likelihood"] for run in runs])
                 base = values.mean() if base is None else base
                 rows.append(dict(zip(COLUMNS, (

@@ -30,6 +30,8 @@ DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist": ("mnist", {}),
     "bibtex": ("bibtex", {}),
     "omniglot": ("omniglot", {}),
+    "omniglot-1": ("omniglot", {"seed": 1}),  # the splits of the other seeds of the paper's tables
+    "omniglot-2": ("omniglot", {"seed": 2}),
     "debian-5k": ("debian-deps", {"min_count": 5}),
     "debian-full": ("debian-deps", {}),
 }

@@ -137,7 +137,7 @@ def test_interrupted_inside_a_fit_ends_with_the_same_weights(tmp_path, monkeypat
 def test_checkpoint_of_other_data_or_a_broken_one_is_not_used(tmp_path):
     cell, told = Cell("bibtex", "softmax", 0, asked=40), []
     store = Store(tmp_path).open()
-    source = sources.load(cell.of, None)
+    source = sources.load(cell.of, None, 0)
     clf = cell.estimator().set_params(max_iter=4).fit(source.X, source.y)
     cells.checkpoint(cell, clf, [], source, store)
     assert cells.resume(cell, source, store) is not None

@@ -78,7 +78,7 @@ class Cell:
 
 def run_cell(cell: Cell, store: Store, data: Path | None, report: Report, *, at_once: int = 1) -> dict[str, Any]:
     """Run a cell to its end, from its checkpoint if there is one, keep it in the store, and return its numbers."""
-    source = load(cell.of, data)
+    source = load(cell.of, data, cell.of.seed_of_rows(cell.seed))
     clf, looks = train(cell, source, store, report)
     report(cell.iterations, "measuring")
     record = {
