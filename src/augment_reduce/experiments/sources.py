@@ -33,8 +33,8 @@ class Source:
         parts = (self.X.data, self.X.indices, self.X.indptr) if sparse.issparse(self.X) else (self.X,)
         features = 0
         for part in parts:
-            features = zlib.crc32(memoryview(np.ascontiguousarray(part)), features)
-        labels = zlib.crc32(memoryview(np.ascontiguousarray(self.y)))
+            features = zlib.crc32(np.ascontiguousarray(part).data, features)
+        labels = zlib.crc32(np.ascontiguousarray(self.y).data)
         return {**self.dataset.statistics(), "labels_crc32": labels, "features_crc32": features}
 
 
