@@ -99,10 +99,10 @@ class Steps:
         self.provider.shared_scores(self.X, self.rows[i], self.shared[i], self.parameters.weight, self.parameters.bias)
 
     def push_shared(self, i: int) -> None:
-        g, labels, c = self.grad, self.pairs[i][:, 0], self.share
-        shares = (None, None) if c is None else (c[:, 1:], c[:, 0])
+        g, labels, c = self.grad, self.pairs[i][:, :1], self.share
+        shares = (None, None) if c is None else (c[:, 1:], c[:, :1])
         args = (self.parameters, self.optimizer, i + 1, self.prior)
-        self.provider.push_shared(self.X, self.rows[i], self.shared[i], g[:, 1:], labels, g[:, 0], *shares, *args)
+        self.provider.push_shared(self.X, self.rows[i], self.shared[i], g[:, 1:], labels, g[:, :1], *shares, *args)
 
     def draw(self, i: int) -> None:
         self.provider.draw_without_replacement(self.uniforms, self.K)

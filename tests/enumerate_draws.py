@@ -11,10 +11,11 @@ from torch import Tensor
 
 from augment_reduce.kernels import reference
 from augment_reduce.kernels.reference import Parameters, step_over
-from augment_reduce.kernels.rows import DenseRows
+from augment_reduce.kernels.rows import SparseRows
 from augment_reduce.sampler import (
     ClassSampler,
     Conditional,
+    FeaturePointed,
     FrequencyPerRow,
     FrequencyShared,
     HardNegativeCache,
@@ -85,7 +86,7 @@ def every_draw(name: str, label: int, script: Script, size: int = SIZE) -> Itera
 # on which the draw as a function of its uniforms does not change.
 
 _LOOKED: dict[tuple[str, int, int], list[tuple[float, Sampled]]] = {}
-LOOKING = ("head-tail-shared", "cache-shared", "conditional")
+LOOKING = ("head-tail-shared", "cache-shared", "pointed-shared", "conditional")
 FREQUENT = {"frequency": FrequencyPerRow, "frequency-shared": FrequencyShared}
 HALVING = ("uniform", "uniform-shared", *FREQUENT, *LOOKING)
 
@@ -96,16 +97,23 @@ def one_row(label: int, n_classes: int = K, steps_taken: int = 0) -> Minibatch:
     weight, bias = (
         torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((n_classes, 3), n_classes)
     )
-    X = DenseRows(torch.randn(3, 3, dtype=torch.float64, generator=generator).numpy())
+    values = torch.randn(9, dtype=torch.float64, generator=generator).numpy()
+    X = SparseRows(np.arange(0, 10, 3), np.tile(np.arange(3), 3), values, 3)
     return Minibatch(X, np.array([1]), torch.tensor([label]), Parameters(weight, bias, [], []), reference, steps_taken)
 
 
 def looking(name: str, counts: np.ndarray | None = None) -> ClassSampler:
-    """A sampler in the middle of its life: the cache remembers a class, the clusters were made for other weights."""
+    """A sampler in the middle of its life: it remembers a class, or has clusters that were made for other weights."""
     settings = {"power": 0.8, "uniform_share": 0.25}
     counts = COUNTS.numpy() if counts is None else counts
     if name == "conditional":
         return Conditional(n_clusters=2, share=0.3, **settings).bind(counts, reference.draw_without_replacement)
+    if name == "pointed-shared":  # whichever row it is, its features have been seen with the last classes and the first
+        sampler = FeaturePointed(n_own=2, per_feature=3, **settings)
+        sampler.bind(counts, reference.draw_without_replacement)
+        labels = np.array([len(counts) - 1, len(counts) - 2, 0])
+        sampler.study(one_row(0, len(counts)).X, np.arange(3), labels, 1)
+        return sampler
     if name == "cache-shared":
         sampler = HardNegativeCache(memory=2, **settings)
         sampler.bind(counts, reference.draw_without_replacement)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,9 +41,16 @@ def test_few_classes_are_all_summed(shape):
 
 @pytest.mark.parametrize("model", NOISES)
 def test_many_classes_are_sampled_by_the_minibatch_and_q_is_cross_fitted(model):
-    chosen = settings(DEBIAN, model)
-    assert (chosen.sampler.name, chosen.n_sampled_classes) == ("head-tail-shared", 750)
-    assert isinstance(chosen.local, CrossFitted)
+    for shape, name in ((DEBIAN, "head-tail-shared"), (replace(DEBIAN, sparse=True), "pointed-shared")):
+        chosen = settings(shape, model)
+        assert (chosen.sampler.name, chosen.n_sampled_classes) == (name, 750)
+        assert isinstance(chosen.local, CrossFitted)
+
+
+def test_features_that_say_nothing_point_at_nothing():
+    """Rows without features, and rows that have most of them."""
+    for n_nonzero in (0, 100_000, 161_000 * 10_000):
+        assert settings(replace(DEBIAN, sparse=True, n_nonzero=n_nonzero)).sampler.name == "head-tail-shared"
 
 
 def test_three_classes_are_too_few_for_halves():

@@ -69,11 +69,11 @@ def draw_step(shape, X, rng, dtype):
         "rows": rows,
         "pairs": torch.from_numpy(rng.integers(0, K, (B, C))),
         "shared": torch.from_numpy(rng.integers(0, K, 3 * C)),
-        "labels": torch.from_numpy(rng.integers(0, K, B)),
+        "own": torch.from_numpy(rng.integers(0, K, (B, 3))),
     }
-    for name, size in (("grad", (B, C)), ("shared_grad", (B, 3 * C)), ("label_grad", (B,))):
+    for name, size in (("grad", (B, C)), ("shared_grad", (B, 3 * C)), ("own_grad", (B, 3))):
         step[name] = torch.from_numpy(rng.standard_normal(size)).to(dtype)
-    for name, size in (("share", (B, C)), ("shared_share", (B, 3 * C)), ("label_share", (B,))):
+    for name, size in (("share", (B, C)), ("shared_share", (B, 3 * C)), ("own_share", (B, 3))):
         step[name] = torch.from_numpy(5 * rng.random(size) * (rng.random(size) < 0.7)).to(dtype)
     return step
 
@@ -95,7 +95,7 @@ def push(kernels, X, step, parameters, optimizer, t, prior, *, shared, dtype):
         return step[name].to(dtype)
 
     if shared:
-        own = (step["labels"], value("label_grad"), value("shared_share"), value("label_share"))
+        own = (step["own"], value("own_grad"), value("shared_share"), value("own_share"))
         kernels.push_shared(
             X, step["rows"], step["shared"], value("shared_grad"), *own, parameters, optimizer, t, prior
         )
@@ -204,7 +204,7 @@ def test_gradients_that_cancel_leave_their_entries_untouched(optimizer):
             rows, k, grad = np.array([5, 5]), torch.tensor([[2], [2]]), torch.tensor([[0.3], [-0.3]])
             cpu.push_pairs(X, rows, k, grad, None, parameters, optimizer, 2, None)
             none = (None, None, parameters, optimizer, 2, None)
-            cpu.push_shared(X, rows, k[0], grad, torch.tensor([2, 4]), torch.tensor([0.0, 0.0]), *none)
+            cpu.push_shared(X, rows, k[0], grad, torch.tensor([[2], [4]]), torch.zeros(2, 1), *none)
             for name, expected in before.items():
                 assert torch.equal(tensors(parameters)[name], expected), name
 
@@ -398,11 +398,11 @@ def test_more_weights_than_32_bits_count(tmp_path):
     feature[:, -1] = D - 1
     X = SparseRows(np.arange(13) * 30, feature.ravel(), rng.standard_normal(360).astype(np.float32), D)
     rows, pairs, grad = np.arange(12), torch.from_numpy(rng.integers(0, 3, (12, 2))), torch.ones(12, 2)
-    labels, none = pairs[:, 0], (None, None)
+    labels, none = pairs[:, :1], (None, None)
     for t in (1, 2):
         for p, name, kernels in ((small, torch.arange(3), reference), (large, chosen, cpu)):
             kernels.push_pairs(X, rows, name[pairs], grad, None, p, optimizer, t, None)
-            kernels.push_shared(X, rows, name[:2], grad, name[labels], grad[:, 0], *none, p, optimizer, t, None)
+            kernels.push_shared(X, rows, name[:2], grad, name[labels], grad[:, :1], *none, p, optimizer, t, None)
     torch.testing.assert_close(large.weight[chosen], small.weight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(large.weight_state[0][chosen], small.weight_state[0], rtol=1e-5, atol=1e-6)
     psi = cpu.pair_scores(X, rows, chosen[pairs], large.weight, large.bias)

@@ -116,8 +116,9 @@ class CrossFitted(LocalStep):
         """q from either half of a draw like those of training, the bound over all classes."""
         assert sampled is not None
         halves = different(sampled)
-        classes = sampled.classes.expand(len(gap), -1)
-        drawn, full = gap.gather(1, classes), gap.new_zeros(())
+        drawn, full = gap.gather(1, sampled.columns(len(gap))), gap.new_zeros(())
+        if sampled.mask is not None:
+            drawn = drawn.masked_fill_(sampled.mask, -math.inf)
         found = torch.zeros_like(gap[:, 0])
         for half in halves:
             if type(noise) is Gumbel:

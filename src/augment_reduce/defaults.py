@@ -16,7 +16,7 @@ from .crossed import CrossFitted
 from .local import LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
 from .noise import Noise
 from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
-from .sampler import AllClasses, ClassSampler, HeadAndTail, UniformPerRow, resolve_sampler
+from .sampler import AllClasses, ClassSampler, FeaturePointed, HeadAndTail, UniformPerRow, resolve_sampler
 
 MOST_SHARED = 1000  # classes that a minibatch shares by default
 FEWEST_TO_HALVE = 4  # classes of which two halves say enough about the rest
@@ -34,6 +34,7 @@ class Shape:
     n_classes: int
     n_nonzero: int
     stream: bool = False  # whether these rows are a part of many, and will not come again
+    sparse: bool = False  # whether a row says which features it has
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,17 @@ def default_sampler(shape: Shape, *, may_take_all: bool = True) -> str:
     """Up to 2,000 classes all of them, above that a sample for the minibatch: the frequent ones always, others by luck.
 
     Below that the sum over all is still a matter of seconds (Omniglot, 1,623 classes: some four times the time of 500
-    shared ones) and leaves nothing to chance: worth 0.05 nat there (docs/defaults.md). Who asks for a number of
-    classes, or for a method that is about sampling, gets a sample. `docs/samplers.md` has the variances behind it.
+    shared ones) and leaves nothing to chance: worth 0.05 nat there (docs/defaults.md). Where rows are sparse each has
+    the classes besides at which its features point. Who asks for a number of classes, or for a method that is about
+    sampling, gets a sample. `docs/samplers.md` has the variances behind it.
     """
     if may_take_all and shape.n_classes <= 2 * MOST_SHARED:
         return AllClasses.name
-    return UniformPerRow.name if shape.n_classes <= 500 else HeadAndTail.name
+    if shape.n_classes <= 500:
+        return UniformPerRow.name
+    a_row = shape.n_nonzero / max(1, shape.n_rows)
+    says_something = shape.sparse and 1.0 <= a_row <= 0.2 * shape.n_features
+    return FeaturePointed.name if says_something else HeadAndTail.name
 
 
 def default_n_sampled(shape: Shape, sampler: ClassSampler) -> int:

@@ -20,7 +20,7 @@ from . import fitting, predict, saving
 from .defaults import Settings, Shape, resolve
 from .edge import check_labels, check_memory, check_parameters, check_scale
 from .fitting import threads
-from .kernels.rows import as_rows
+from .kernels.rows import SparseRows, as_rows
 from .local import LocalStep
 from .noise import Noise, resolve_noise
 from .optim import RowOptimizer
@@ -265,7 +265,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         options = self.get_params(deep=False)
         n_rows = len(rows.active())
         n_nonzero = rows.n_nonzero * n_rows // rows.X.n_rows
-        shape = Shape(n_rows, rows.X.n_features, len(self.classes_), n_nonzero, stream)
+        sparse = isinstance(rows.X, SparseRows)
+        shape = Shape(n_rows, rows.X.n_features, len(self.classes_), n_nonzero, stream, sparse)
         settings = resolve(options, noise, shape, rows.torch_dtype)
         check_scale(rows.X.values, shape, settings.dtype)
         if anew:

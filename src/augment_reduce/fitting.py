@@ -183,6 +183,7 @@ def run_here(
             fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts(active)
     problem = make_problem(fitted, settings, rows, active)
     problem.sampler.resume(fitted.sampler, same_rows=persistent)
+    problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
     per_epoch = -(-len(active) // settings.batch_size)

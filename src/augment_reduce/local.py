@@ -221,6 +221,7 @@ def distinct_gap(gap: Tensor, sampled: Sampled) -> Tensor:
     ordered, order = torch.sort(sampled.classes, dim=-1, stable=True)
     repeated_sorted = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
     repeated = torch.zeros_like(repeated_sorted).scatter(-1, order, repeated_sorted)
+    repeated = F.pad(repeated, (0, gap.shape[-1] - repeated.shape[-1]))  # a row's own are masked elsewhere
     return gap.masked_fill(repeated, -torch.inf)
 
 

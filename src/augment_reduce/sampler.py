@@ -17,6 +17,8 @@ own label is masked, and counts for nothing.
                                stratum of the others, label masked
     HardNegativeCache          as HeadAndTail, and for certain what was       the same
                                hard for these rows at their last visit
+    FeaturePointed             as HeadAndTail, and for each row, for          the same; 1
+                               certain, what its features point at
     Conditional                with replacement from q(k | x) over the        (1 - q(y | x)) / (|S| q(k | x))
                                others: clusters of classes scored for the row
     AllClasses                 every class, label masked                      1
@@ -38,18 +40,19 @@ from .samplers.base import (
 from .samplers.cache import HardNegativeCache
 from .samplers.conditional import Conditional
 from .samplers.fixed import AllClasses, FrequencyPerRow, FrequencyShared, HeadAndTail, UniformPerRow, UniformShared
+from .samplers.pointed import FeaturePointed
 
 __all__ = [
-    "SAMPLERS", "AllClasses", "ClassSampler", "Conditional", "DrawWithoutReplacement", "FrequencyPerRow",
-    "FrequencyShared", "Half", "HardNegativeCache", "HeadAndTail", "Minibatch", "Sampled", "UniformPerRow",
-    "UniformShared", "certain_classes", "draw_seed", "frequencies", "many_uniforms", "resolve_sampler",
+    "SAMPLERS", "AllClasses", "ClassSampler", "Conditional", "DrawWithoutReplacement", "FeaturePointed",
+    "FrequencyPerRow", "FrequencyShared", "Half", "HardNegativeCache", "HeadAndTail", "Minibatch", "Sampled",
+    "UniformPerRow", "UniformShared", "certain_classes", "draw_seed", "frequencies", "many_uniforms", "resolve_sampler",
 ]  # fmt: skip
 
 SAMPLERS: dict[str, type[ClassSampler]] = {
     cls.name: cls
     for cls in (
-        UniformPerRow, UniformShared, FrequencyPerRow, FrequencyShared, HeadAndTail, HardNegativeCache, Conditional,
-        AllClasses,
+        UniformPerRow, UniformShared, FrequencyPerRow, FrequencyShared, HeadAndTail, HardNegativeCache, FeaturePointed,
+        Conditional, AllClasses,
     )
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ class Scored(NamedTuple):
     """A minibatch with its sampled classes and their scores.
 
     - `pairs`: (B, 1 + S), the label first, where each row has its own classes; None where they are shared;
-    - `gap`: (B, S), psi_k - psi_y, -inf where masked; `psi_y`: (B,).
+    - `gap`: (B, S), psi_k - psi_y, -inf where masked; `psi_y`: (B,). Shared classes come first, a row's own after them.
     """
 
     rows: np.ndarray
@@ -55,10 +55,12 @@ def score(
     weight, bias = parameters.weight, parameters.bias
     pairs = None
     if sampled.shared:
-        psi_y = kernels.pair_scores(X, rows, labels[:, None], weight, bias)
+        psi_own = kernels.pair_scores(X, rows, with_own(labels, sampled), weight, bias)
         psi = kernels.shared_scores(X, rows, sampled.classes, weight, bias)
-        finite = all_finite(psi_y) and all_finite(psi)
-        gap, psi_y = psi.sub_(psi_y), psi_y[:, 0]
+        finite = all_finite(psi_own) and all_finite(psi)
+        gap, psi_y = psi.sub_(psi_own[:, :1]), psi_own[:, 0]
+        if sampled.own is not None:
+            gap = torch.cat([gap, psi_own[:, 1:] - psi_own[:, :1]], dim=1)
     else:
         pairs = torch.cat([labels[:, None], sampled.classes], dim=1)
         psi = kernels.pair_scores(X, rows, pairs, weight, bias)
@@ -112,9 +114,18 @@ def push(
             share = F.pad(share, (1, 0), value=prior_scale)
         kernels.push_pairs(X, scored.rows, pairs, grad, share, parameters, optimizer, t, prior)
         return
+    S = len(sampled.classes)
     grad = grad_gap * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
-    label_grad = grad.sum(dim=1).neg_()
-    label_share = None if share is None else torch.full_like(label_grad, prior_scale)
+    own_grad = torch.cat([grad.sum(dim=1, keepdim=True).neg_(), grad[:, S:]], dim=1)
+    own_share = None
+    if share is not None:
+        share, own_share = share[:, :S], F.pad(share[:, S:], (1, 0), value=prior_scale)
     kernels.push_shared(
-        X, scored.rows, sampled.classes, grad, labels, label_grad, share, label_share, parameters, optimizer, t, prior
-    )
+        X, scored.rows, sampled.classes, grad[:, :S], with_own(labels, sampled), own_grad, share, own_share, parameters,
+        optimizer, t, prior,
+    )  # fmt: skip
+
+
+def with_own(labels: Tensor, sampled: Sampled) -> Tensor:
+    """(B, 1 + P): the label, then the classes that the row has for itself."""
+    return labels[:, None] if sampled.own is None else torch.cat([labels[:, None], sampled.own], dim=1)

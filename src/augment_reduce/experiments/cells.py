@@ -212,7 +212,8 @@ def settings_of(clf: AugmentReduceClassifier, source: Source) -> dict[str, Any]:
     """Parameters as given, and all choices of the preset in a line."""
     given = clf.get_params(deep=False)
     n_nonzero = source.X.nnz if hasattr(source.X, "nnz") else source.X.size
-    shape = Shape(source.X.shape[0], source.X.shape[1], len(clf.classes_), n_nonzero)
+    (n_rows, n_features), sparse = source.X.shape, hasattr(source.X, "nnz")
+    shape = Shape(n_rows, n_features, len(clf.classes_), n_nonzero, sparse=sparse)
     dtype = clf._fitted.parameters.weight.dtype
     resolved = resolve(given, resolve_noise(clf.model), shape, dtype)
     names = ("model", "method", "preset", "batch_size", "n_sampled_classes", "random_state", "n_jobs")

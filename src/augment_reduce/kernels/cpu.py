@@ -285,46 +285,46 @@ def push_shared(
     rows: Array,
     classes: Tensor,
     grad: Tensor,
-    labels: Tensor,
-    label_grad: Tensor,
+    own: Tensor,
+    own_grad: Tensor,
     share: Tensor | None,
-    label_share: Tensor | None,
+    own_share: Tensor | None,
     parameters: Parameters,
     optimizer: RowOptimizer,
     t: int,
     prior: Prior | None,
 ) -> None:
-    """As push_pairs, for classes shared by the minibatch and each row's own label beside them."""
+    """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
     arrays, kind, B = _arrays(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
     (K, D), dtype = arrays.weight.shape, arrays.weight.dtype
     if B == 0:
         return
-    rule = _rule(optimizer, t, prior, share if label_share is not None else None, dtype)
-    chosen, own = _values(classes, torch.int64), _values(labels, torch.int64)
+    rule = _rule(optimizer, t, prior, share if own_share is not None else None, dtype)
+    chosen, own_class = _values(classes, torch.int64), _values(own, torch.int64)
     check_classes(chosen, K)
     batch = load(X, rows, dtype, n_classes=0) if D else None
 
-    # One step an entry: a label among the shared classes joins their column, as repeated classes do.
+    # One step an entry: a row's own class that is among the shared ones joins their column, as repeated classes do.
     distinct, column = np.unique(chosen, return_inverse=True)
-    own_column = np.searchsorted(distinct, own)
-    own_column[np.append(distinct, -1)[own_column] != own] = -1
+    own_column = np.searchsorted(distinct, own_class)
+    own_column[np.append(distinct, -1)[own_column] != own_class] = -1
     alone = np.flatnonzero(own_column < 0)
-    g, own_g = _values(grad, kind), _values(label_grad, kind)
+    g, own_g = _values(grad, kind), _values(own_grad, kind)
     c = own_c = none = WORK.array("none", 0, dtype)
     shape = (-(-len(distinct) // LANES), B, LANES)
     blocks, blocks_c = WORK.array("blocks", shape[0] * B * LANES, dtype).reshape(shape), none.reshape(0, 0, 0)
     _cpu_classes.spread(g, column, own_g, own_column, blocks)
-    if share is not None and label_share is not None and rule.prior == PRIOR_UNBIASED:
-        c, own_c = _values(share, kind), _values(label_share, kind)
+    if share is not None and own_share is not None and rule.prior == PRIOR_UNBIASED:
+        c, own_c = _values(share, kind), _values(own_share, kind)
         blocks_c = WORK.array("blocks_c", blocks.size, dtype).reshape(shape)
         _cpu_classes.spread(c, column, own_c, own_column, blocks_c)
-        own_c = own_c[alone]
+        own_c = own_c.reshape(-1)[alone]
     if len(distinct):
         _push_blocks(distinct, _csr(batch, B, dtype), blocks, blocks_c, arrays, rule)
     if len(alone):
-        groups = group_by_class(own[alone][:, None], K)
-        groups = groups._replace(row=alone.astype(np.uint32)[groups.row])
-        _push_groups(groups, batch, B, own_g[alone], own_c, arrays, rule)
+        groups = group_by_class(own_class.reshape(-1)[alone][:, None], K)
+        groups = groups._replace(row=(alone // own_class.shape[1]).astype(np.uint32)[groups.row])
+        _push_groups(groups, batch, B, own_g.reshape(-1)[alone], own_c, arrays, rule)
 
 
 KERNELS = {
@@ -386,6 +386,6 @@ def _small_step(X: Rows, dtype: torch.dtype, shared: bool) -> None:
     pair_scores(tiny, rows, pairs, weight, bias)
     if shared:
         shared_scores(tiny, rows, pairs[0], weight, bias)
-        push_shared(tiny, rows, pairs[0], grad, pairs[:, 0], grad[:, 0], None, None, state, optimizer, 1, None)
+        push_shared(tiny, rows, pairs[0], grad, pairs[:, :1], grad[:, :1], None, None, state, optimizer, 1, None)
     else:
         push_pairs(tiny, rows, pairs, grad, None, state, optimizer, 1, None)

@@ -223,43 +223,41 @@ def push_shared(
     rows: np.ndarray,
     classes: Tensor,
     grad: Tensor,
-    labels: Tensor,
-    label_grad: Tensor,
+    own: Tensor,
+    own_grad: Tensor,
     share: Tensor | None,
-    label_share: Tensor | None,
+    own_share: Tensor | None,
     parameters: Parameters,
     optimizer: RowOptimizer,
     t: int,
     prior: Prior | None,
 ) -> None:
-    """As push_pairs, for classes shared by the minibatch and each row's own label beside them."""
+    """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
     device, dtype = parameters.weight.device, parameters.weight.dtype
     distinct, column = np.unique(classes.numpy(), return_inverse=True)
-    own = labels.numpy()
-    own_column = np.searchsorted(distinct, own)
-    among = np.append(distinct, -1)[own_column] == own
-    coefficients = [by_class(grad, label_grad, column, own_column, among, len(distinct)).to(device, dtype)]
-    if share is not None and label_share is not None:
-        coefficients.append(by_class(share, label_share, column, own_column, among, len(distinct)).to(device, dtype))
+    own_column = np.searchsorted(distinct, own.numpy())
+    among = np.append(distinct, -1)[own_column] == own.numpy()
+    coefficients = [by_class(grad, own_grad, column, own_column, among, len(distinct)).to(device, dtype)]
+    if share is not None and own_share is not None:
+        coefficients.append(by_class(share, own_share, column, own_column, among, len(distinct)).to(device, dtype))
     if len(distinct):
         _push_tile(X, rows, torch.from_numpy(distinct).to(device), coefficients, parameters, optimizer, t, prior)
-    alone = torch.from_numpy(np.flatnonzero(~among))
-    if len(alone):  # one step an entry: labels among the shared classes had theirs above
-        rest = label_share[alone][:, None] if label_share is not None and share is not None else None
+    b, p = (torch.from_numpy(index) for index in np.nonzero(~among))
+    if len(b):  # one step an entry: those among the shared classes had theirs above
+        rest = own_share[b, p][:, None] if own_share is not None and share is not None else None
         push_pairs(
-            X, rows[alone.numpy()], labels[alone][:, None], label_grad[alone][:, None], rest, parameters, optimizer, t,
-            prior,
+            X, rows[b.numpy()], own[b, p][:, None], own_grad[b, p][:, None], rest, parameters, optimizer, t, prior
         )  # fmt: skip
 
 
 def by_class(
-    of_class: Tensor, of_label: Tensor, column: np.ndarray, own_column: np.ndarray, among: np.ndarray, n: int
+    of_class: Tensor, of_own: Tensor, column: np.ndarray, own_column: np.ndarray, among: np.ndarray, n: int
 ) -> Tensor:
-    """(n, B): coefficients of the rows in each distinct class; repeats, and a label among the classes, add up."""
+    """(n, B): coefficients of the rows in each distinct class; repeats, and a row's own among them, add up."""
     total = torch.zeros(n, of_class.shape[0], dtype=of_class.dtype)
     total.index_add_(0, torch.from_numpy(column.reshape(-1)), of_class.T.contiguous())
-    b = torch.from_numpy(np.flatnonzero(among))
-    total[torch.from_numpy(own_column[among]), b] += of_label[b]
+    b, p = (torch.from_numpy(index) for index in np.nonzero(among))
+    total.index_put_((torch.from_numpy(own_column[among]), b), of_own[b, p], accumulate=True)
     return total
 
 

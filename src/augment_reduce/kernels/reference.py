@@ -5,13 +5,14 @@ Every kernel module offers these names, with these shapes:
     pair_scores(X, rows, classes (B, C), weight, bias)    -> psi (B, C)
     shared_scores(X, rows, classes (C,), weight, bias)    -> psi (B, C)
     push_pairs(X, rows, classes (B, C), grad (B, C), share (B, C) | None, parameters, optimizer, t, prior)
-    push_shared(X, rows, classes (C,), grad (B, C), labels (B,), label_grad (B,), share (B, C) | None, parameters, ...)
+    push_shared(X, rows, classes (C,), grad (B, C), own (B, P), own_grad (B, P), share (B, C) | None,
+                own_share (B, P) | None, parameters, optimizer, t, prior)
     with_label(grad (B, S), row_scale)                    -> (B, 1 + S), scaled, minus their sum before them
     uniforms(seed, B, S)                                  -> (B, S) float64 in [0, 1), the same for the same seed
     draw_without_replacement(uniforms (B, S), n, labels)  -> (B, S) of range(n), no repeats within a row
 
 `grad` is the derivative of the whole objective by the score of that (row, class) pair; `share` is the
-pair's weight in the prior (see `optim.Prior`), the label's own share in push_shared being `label_share`.
+pair's weight in the prior (see `optim.Prior`).
 A push sums the gradients of all pairs of a class first, then lets the optimiser take one step on the
 entries touched. Nothing here knows of noise.
 """
@@ -90,21 +91,21 @@ def push_shared(
     rows: np.ndarray,
     classes: Tensor,
     grad: Tensor,
-    labels: Tensor,
-    label_grad: Tensor,
+    own: Tensor,
+    own_grad: Tensor,
     share: Tensor | None,
-    label_share: Tensor | None,
+    own_share: Tensor | None,
     parameters: Parameters,
     optimizer: RowOptimizer,
     t: int,
     prior: Prior | None,
 ) -> None:
-    """As push_pairs, for classes shared by the minibatch and each row's own label beside them."""
-    pairs = torch.cat([labels[:, None], classes.expand(len(rows), -1)], dim=1)
-    all_grad = torch.cat([label_grad[:, None], grad], dim=1)
+    """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
+    pairs = torch.cat([own, classes.expand(len(rows), -1)], dim=1)
+    all_grad = torch.cat([own_grad, grad], dim=1)
     all_share = None
-    if share is not None and label_share is not None:
-        all_share = torch.cat([label_share[:, None], share], dim=1)
+    if share is not None and own_share is not None:
+        all_share = torch.cat([own_share, share], dim=1)
     push_pairs(X, rows, pairs, all_grad, all_share, parameters, optimizer, t, prior)
 
 

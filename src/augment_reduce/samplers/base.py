@@ -31,9 +31,11 @@ class Sampled(NamedTuple):
 
     - `classes`: (B, S), or (S,) where the minibatch shares them;
     - `log_weight`: log omega, broadcastable to (B, S);
-    - `mask`: (B, S), True where a row meets its own label; None where that cannot happen;
+    - `mask`: (B, S), True where a row meets its own label, or a class that stands for it elsewhere; None: nowhere;
     - `distinct`: whether no class stands twice in a row's sample;
-    - `halves`: where it was drawn in two; omega is then the mean of the weights given either.
+    - `halves`: where it was drawn in two; omega is then the mean of the weights given either;
+    - `own`: (B, P), classes that a row has for itself beside the shared ones, as the last P of its S + P columns. Where
+      it has fewer its label fills the rest, masked.
     """
 
     classes: Tensor
@@ -41,6 +43,12 @@ class Sampled(NamedTuple):
     mask: Tensor | None
     distinct: bool
     halves: tuple[Half, Half] | None = None
+    own: Tensor | None = None
+
+    def columns(self, n_rows: int) -> Tensor:
+        """The classes of all columns, a row for each row, or the shared ones alone."""
+        shared = self.classes.expand(n_rows, -1)
+        return shared if self.own is None else torch.cat([shared, self.own], dim=1)
 
     @property
     def shared(self) -> bool:
@@ -108,6 +116,9 @@ class ClassSampler:
         """As `draw_for`, in two halves, for an E step on one and an M step on the other. Here: two draws."""
         first = self.draw_for(minibatch, size - size // 2, generator=generator)
         return joined(first, self.draw_for(minibatch, size // 2, generator=generator))
+
+    def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
+        """Before the first step on them: all the rows to be trained on, labels of these in the same order, and |S|."""
 
     def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
         """After the step: the bound's gradient by the gaps (B, S) of the classes drawn. By default: nothing."""

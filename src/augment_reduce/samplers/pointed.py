@@ -1,0 +1,145 @@
+"""A sampler that looks at which features a row has: the classes they point at are in its sample for certain."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.rows import SparseRows
+from .base import ClassSampler, DrawWithoutReplacement, Half, Minibatch, Sampled
+from .fixed import HeadAndTail
+
+
+class FeaturePointed(HeadAndTail):
+    """`HeadAndTail`, shared by the minibatch, and for each row the P classes at which its features point, weight 1.
+
+        points_k(x) = sum_{d: x_d != 0} P(k | d) / sqrt(n_k)        P(k | d): the share of label k in the rows with d
+
+    What is seldom drawn is a row's strongest rival only where its features say so, and they did so in the training
+    rows before. `study` counts there, once, before the first step: for each feature a list of `per_feature` labels with
+    their counts (Space-Saving), O(D) numbers and one pass over the non-zeros. sqrt(n_k) gives room to classes that the
+    shared sample meets rarely. Head classes, which are there anyway, are not listed.
+
+    The own classes of a row depend on its features and on the training labels alone, not on the draw: with weight 1 for
+    them, and the shared classes for what they leave, every row's sum stays unbiased.
+    """
+
+    name: ClassVar[str] = "pointed-shared"
+
+    def __init__(self, n_own: int = 32, per_feature: int = 16, power: float = 1.0, uniform_share: float = 0.1) -> None:
+        super().__init__(power, uniform_share)
+        if n_own < 1 or per_feature < 1:
+            raise ValueError(
+                f"Expected n_own and per_feature to be 1 or more, found {n_own} and {per_feature}. "
+                f"Without classes of its own for each row this is {HeadAndTail.name!r}."
+            )
+        self.n_own, self.per_feature = n_own, per_feature
+        self._forget()
+
+    def _forget(self) -> None:
+        self.listed = np.empty((0, self.per_feature), np.int32)  # (D, per_feature) classes, NOBODY: none
+        self.counts = np.empty((0, self.per_feature), np.float32)
+        self.seen = np.empty(0, np.float64)  # (D,) rows that have the feature
+        self._knows_rows = False
+
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
+        self._forget()
+        self._weight = 1.0 / np.sqrt(np.maximum(class_counts, 1.0))
+        self._certain_of: dict[int, np.ndarray] = {}
+        self._last = np.full(len(class_counts), -1, np.int32)  # scratch
+        return super().bind(class_counts, draw_without_replacement)
+
+    def bytes(self, n_rows: int, n_features: int) -> int:
+        return n_features * (8 * self.per_feature + 8)
+
+    def kept(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(getattr(self, name)) for name in ("listed", "counts", "seen")}
+
+    def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
+        if kept.keys() == self.kept().keys() and kept["listed"].shape[1] == self.per_feature:
+            self.listed, self.counts, self.seen = (kept[name].numpy() for name in ("listed", "counts", "seen"))
+            self._knows_rows = same_rows and len(self.listed) > 0
+
+    def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
+        from ..kernels._cpu_pointers import NOBODY, tally
+
+        X = sparse(X)
+        if self._knows_rows:
+            return
+        if len(self.listed) != X.n_features:
+            self.listed = np.full((X.n_features, self.per_feature), NOBODY, np.int32)
+            self.counts = np.zeros((X.n_features, self.per_feature), np.float32)
+            self.seen = np.zeros(X.n_features)
+        labels = np.ascontiguousarray(labels, np.int64)
+        tally(
+            X.indptr, X.indices, X.values, rows, labels, self.certain(size), self.listed, self.counts, self.seen
+        )  # fmt: skip
+        self._knows_rows = True
+
+    def certain(self, size: int) -> np.ndarray:
+        """(K,) whether a class is in the head where |S| = size."""
+        if size not in self._certain_of:
+            self._certain_of[size] = np.zeros(self.n_classes, np.bool_)
+            self._certain_of[size][self.head(size).numpy()] = True
+        return self._certain_of[size]
+
+    def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
+        raise TypeError(f"{type(self).__name__} draws by the features of the rows: call draw_for with a Minibatch.")
+
+    def draw_for(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        return self._with_own(super().draw_for(minibatch, size, generator=generator), minibatch, size)
+
+    def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
+        """A row's own classes are in both halves, as the head is."""
+        return self._with_own(super().draw_halves(minibatch, size, generator=generator), minibatch, size)
+
+    def own(self, minibatch: Minibatch, size: int) -> np.ndarray:
+        """(B, P): the classes that these rows' features point at; the label where there are fewer."""
+        from ..kernels._cpu_pointers import pointed
+
+        X, labels = sparse(minibatch.X), minibatch.labels.numpy()
+        if len(self.listed) != X.n_features:
+            raise ValueError(
+                f"Expected rows of {len(self.listed)} features, as it has studied, found rows of {X.n_features}. "
+                "Call `study` with the training rows first."
+            )
+        lists = self.listed, self.counts, self.seen
+        csr = X.indptr, X.indices, X.values
+        return pointed(csr, minibatch.rows, labels, self.certain(size), lists, self._weight, self.n_own)
+
+    def _with_own(self, sampled: Sampled, minibatch: Minibatch, size: int) -> Sampled:
+        from ..kernels._cpu_pointers import meet
+
+        own, labels = self.own(minibatch, size), minibatch.labels
+        assert sampled.mask is not None
+        shared = sampled.mask.contiguous()
+        before = np.empty(len(sampled.classes), np.int32)
+        meet(own, sampled.classes.numpy(), shared.numpy(), self._last, before)  # a class counts once
+        of_own = torch.from_numpy(own)
+
+        def padded(log_weight: Tensor) -> Tensor:
+            return F.pad(log_weight, (0, self.n_own))
+
+        halves = sampled.halves
+        if halves is not None:
+            first, second = (Half(padded(half.stands), padded(half.given)) for half in halves)
+            halves = (first, first) if halves[0] is halves[1] else (first, second)
+        return sampled._replace(
+            own=of_own, log_weight=padded(sampled.log_weight), halves=halves,
+            mask=torch.cat([shared, of_own == labels[:, None]], dim=1),
+        )  # fmt: skip
+
+
+def sparse(X: Any) -> SparseRows:
+    """The rows themselves, of which a device has a copy."""
+    rows = getattr(X, "source", X)
+    if not isinstance(rows, SparseRows):
+        raise ValueError(
+            f"class_sampling={FeaturePointed.name!r} looks at which features a row has, and expects sparse rows, but X "
+            f"is a dense array, in which a row has them all. Use {HeadAndTail.name!r}, or pass a scipy CSR matrix."
+        )
+    return rows

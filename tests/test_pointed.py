@@ -1,0 +1,160 @@
+"""Classes that a row's features point at: counted right, ranked right, and certain."""
+
+import numpy as np
+import pytest
+import torch
+from numba import set_num_threads
+from scipy import sparse
+
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.kernels import _cpu_pointers, cpu
+from augment_reduce.kernels.reference import Parameters
+from augment_reduce.kernels.rows import DenseRows, as_rows
+from augment_reduce.sampler import FeaturePointed, Minibatch
+
+
+def data(n_rows=300, n_features=40, n_classes=30, seed=0):
+    """Rows with one to six features, one row in ten with none, some values zero in so many words."""
+    rng = np.random.default_rng(seed)
+    X = sparse.random_array((n_rows, n_features), density=0.08, rng=rng, format="csr")
+    X = sparse.csr_matrix(X[rng.permutation(n_rows)])
+    X.data[::9] = 0.0
+    X = sparse.vstack([X[: n_rows - n_rows // 10], sparse.csr_matrix((n_rows // 10, n_features))], format="csr")
+    return X, np.minimum(rng.zipf(1.4, n_rows) - 1, n_classes - 1)
+
+
+def studied(X, y, n_classes=30, size=8, rows=None, **settings):
+    rows = np.arange(len(y)) if rows is None else rows
+    sampler = FeaturePointed(**settings)
+    sampler.bind(np.bincount(y, minlength=n_classes), cpu.draw_without_replacement)
+    sampler.study(as_rows(X), rows, y[rows], size)
+    return sampler
+
+
+def minibatch(X, y, rows, n_classes=30):
+    weight = torch.zeros(n_classes, X.shape[1])
+    return Minibatch(as_rows(X), rows, torch.from_numpy(y[rows]), Parameters(weight, weight[:, 0], [], []), cpu, 0)
+
+
+def plain_counts(X, y, n_classes=30):
+    """(D, K): how often label k came with feature d."""
+    return (X != 0).T.astype(int).toarray() @ np.eye(n_classes, dtype=int)[y]
+
+
+def test_lists_that_are_long_enough_hold_the_counts():
+    X, y = data()
+    sampler = studied(X, y, per_feature=30)
+    expected = plain_counts(X, y)
+    expected[:, sampler.certain(8)] = 0
+    found = np.zeros_like(expected)
+    for d, (classes, counts) in enumerate(zip(sampler.listed, sampler.counts, strict=True)):
+        found[d, classes[classes >= 0]] = counts[classes >= 0]
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(sampler.seen, np.count_nonzero(X.toarray(), axis=0))
+
+
+def test_short_lists_keep_whoever_is_frequent():
+    """Space-Saving: a label with more than n / M of a feature's n rows is listed; no count is too low."""
+    X, y = data(3000, 10, seed=1)
+    sampler = studied(X, y, per_feature=4, size=1)
+    true = plain_counts(X, y)
+    true[:, sampler.certain(1)] = 0
+    for d in range(10):
+        listed = dict(zip(sampler.listed[d].tolist(), sampler.counts[d].tolist(), strict=True))
+        assert set(np.flatnonzero(true[d] > true[d].sum() / 4)) <= set(listed)
+        assert all(count >= true[d, k] for k, count in listed.items())
+        assert sum(listed.values()) == true[d].sum()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("n_own", "per_feature"), [(1, 1), (3, 4), (40, 30)])
+def test_ranked_as_by_hand(n_own, per_feature, threads, monkeypatch):
+    X, y = data()
+    sampler = studied(X, y, n_own=n_own, per_feature=per_feature)
+    rows = np.random.default_rng(1).permutation(300)[:90]
+    monkeypatch.setattr("augment_reduce.kernels._cpu_work.WORTH_A_THREAD", 1)
+    set_num_threads(threads)
+    try:
+        own = sampler.own(minibatch(X, y, rows), 8)
+    finally:
+        set_num_threads(1)
+    table = np.zeros((X.shape[1], 30))
+    for d, (classes, counts) in enumerate(zip(sampler.listed, sampler.counts, strict=True)):
+        for k, count in zip(classes[classes >= 0], counts[classes >= 0], strict=True):
+            table[d, k] = count / sampler.seen[d] / np.sqrt(np.bincount(y, minlength=30)[k])
+    points = (X[rows] != 0).astype(float) @ table
+    for b, n in enumerate(rows):
+        points[b, y[n]] = 0.0
+        points[b, sampler.certain(8)] = 0.0
+        order = np.lexsort((np.arange(30), -np.round(points[b], 12)))[:n_own]
+        expected = [k for k in order if points[b, k] > 0]
+        found = own[b, : len(expected)]
+        np.testing.assert_allclose(points[b, found], points[b, expected], rtol=1e-12)  # equals may change places
+        assert len(set(found)) == len(found)
+        assert (own[b, len(expected) :] == y[n]).all()
+
+
+def test_a_class_that_is_shared_and_own_counts_once():
+    own, shared = np.array([[3, 7], [5, 5], [0, 1]]), np.array([7, 2, 5, 7, 3])
+    mask, last = np.zeros((3, 5), np.bool_), np.full(8, -1, np.int32)
+    _cpu_pointers.meet(own, shared, mask, last, np.empty(5, np.int32))
+    np.testing.assert_array_equal(mask, [[1, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    assert (last == -1).all()
+
+
+def test_own_classes_are_certain_in_both_halves():
+    X, y = data()
+    rows = np.arange(50)
+    sampled = studied(X, y, n_own=4).draw_halves(minibatch(X, y, rows), 8, generator=torch.Generator().manual_seed(0))
+    assert sampled.own.shape == (50, 4)
+    for half in sampled.halves:
+        assert torch.equal(half.stands[-4:], torch.zeros(4))
+        assert torch.equal(half.given[-4:], torch.zeros(4))
+    own = set(zip(*[a.tolist() for a in (torch.arange(50).repeat_interleave(4), sampled.own.flatten())], strict=True))
+    for b in range(50):
+        shared = sampled.classes[~sampled.mask[b, :-4]].tolist()
+        assert not own & {(b, k) for k in shared}
+
+
+def twins(n_rows=600, n_classes=240, seed=0):
+    """Two labels for every feature, half of the rows each, none frequent: the other one is all a row has to fear."""
+    rng = np.random.default_rng(seed)
+    feature = rng.integers(0, n_classes // 2, n_rows)
+    X = sparse.csr_matrix((np.ones(n_rows), (np.arange(n_rows), feature)), shape=(n_rows, n_classes // 2))
+    return X, 2 * feature + rng.integers(0, 2, n_rows)
+
+
+def test_the_bound_is_tight_where_features_know_the_rival():
+    """The gap, all classes summed, that eight of 240 shared classes leave: with and without the classes pointed at."""
+    X, y = twins()
+    settings = {"n_sampled_classes": 8, "max_epochs": 30, "prior_variance": 100.0, "random_state": 0}
+    gaps = {}
+    for name in ("head-tail-shared", "pointed-shared"):
+        history = AugmentReduceClassifier(class_sampling=name, **settings).fit(X, y).history_["bound_gap"]
+        gaps[name] = history[~np.isnan(history)][-1]
+    assert gaps["pointed-shared"] < 0.25 * gaps["head-tail-shared"]
+
+
+def test_a_stream_goes_on_counting():
+    X, y = twins()
+    clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, random_state=0)
+    for begin in range(0, 600, 200):
+        clf.partial_fit(X[begin : begin + 200], y[begin : begin + 200], classes=np.arange(240))
+    assert float(clf._fitted.sampler["seen"].sum()) == 600
+    again = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, warm_start=True, max_iter=3)
+    assert float(again.fit(X, y).fit(X, y)._fitted.sampler["seen"].sum()) == 600
+
+
+def test_dense_rows_are_refused_and_so_is_nothing_of_its_own():
+    X, y = twins()
+    clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, max_iter=3)
+    with pytest.raises(ValueError, match=r"expects sparse rows.*dense array.*'head-tail-shared'"):
+        clf.fit(X.toarray(), y)
+    with pytest.raises(ValueError, match="1 or more, found 0 and 16"):
+        FeaturePointed(n_own=0)
+    with pytest.raises(TypeError, match="features of the rows"):
+        FeaturePointed().draw(torch.zeros(1), 3, generator=torch.Generator(), dtype=torch.float32)
+    with pytest.raises(ValueError, match="120 features, as it has studied, found rows of 121"):
+        studied(X, y, 240).own(minibatch(sparse.csr_matrix((600, 121)), y, np.arange(3), 240), 8)
+    with pytest.raises(ValueError, match="expects sparse rows"):
+        FeaturePointed().study(DenseRows(np.ones((2, 2))), np.arange(2), np.arange(2), 1)
