@@ -3,11 +3,12 @@
     python benchmarks/bench_quality.py --datasets bibtex mnist debian-5k --save
     python benchmarks/bench_quality.py --datasets debian-full --methods ours exact pecos omikuji --save
 
-Ours and `exact` (the same estimator, method="exact") are looked at after every few epochs; the others once, at the
-end of their training. Seconds are of training alone. Peers are optional: those not installed are left out and named.
-Precision is over test rows against all their labels; the log likelihood over (row, label) examples, of a sample of
-them where K is large; what it means for each tree is said in peers.py. "scikit-learn tuned" chooses C on a tenth of the
-training rows; its choosing and its last fit may take `--cap` seconds each, and are reported apart.
+Ours, `exact` and `sampled-softmax` (the same estimator with that method) are looked at after every few epochs, the
+others once, at the end of their training. Seconds are of training alone. Peers are optional: those not installed are
+left out and named. Precision is over test rows against all their labels; the log likelihood over (row, label) examples,
+of a sample of them where K is large; what it means for each tree is said in peers.py. "scikit-learn tuned" chooses C on
+a tenth of the training rows among `--grid`; its choosing and its last fit may take `--cap` seconds each, and are
+reported apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 from common import report, row
-from peers import PEERS, TimeUp, installed, likelihood
+from peers import GRID, PEERS, TimeUp, installed, likelihood
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.data import load_dataset, random_like
@@ -30,6 +31,9 @@ DATASETS = {
     "mnist": ("mnist", {}), "bibtex": ("bibtex", {}), "omniglot": ("omniglot", {}),
     "debian-5k": ("debian-deps", {"min_count": 5}), "debian-full": ("debian-deps", {}),
 }  # fmt: skip
+
+
+OURS = {"ours": "augment-reduce", "exact": "exact", "sampled-softmax": "sampled-softmax"}
 
 
 @dataclass
@@ -90,11 +94,12 @@ def curve(task: Task, looks: list[float], seed: int, **settings) -> Iterator[tup
 def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--datasets", nargs="+", default=["bibtex"], choices=list(DATASETS))
-    parser.add_argument("--methods", nargs="+", default=["ours", "exact", *PEERS])
+    parser.add_argument("--methods", nargs="+", default=[*OURS, *PEERS])
     parser.add_argument("--epochs", nargs="+", type=float, default=[1, 2, 4, 8, 16])
     parser.add_argument("--exact-epochs", nargs="+", type=float, default=[1, 2, 4, 8])
     parser.add_argument("--limit", type=int, default=5000, help="test examples for the likelihood")
     parser.add_argument("--cap", type=float, default=600.0, help="seconds scikit-learn may take to tune, and to fit")
+    parser.add_argument("--grid", nargs="+", type=float, default=GRID, help="of C, for scikit-learn tuned")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--save", action="store_true")
@@ -109,7 +114,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
 
 
 def measure(name: str, method: str, task: Task, options: argparse.Namespace) -> list[dict[str, object]]:
-    found = ours(method, task, options) if method in ("ours", "exact") else peer(method, task, options)
+    found = ours(method, task, options) if method in OURS else peer(method, task, options)
     lines = []
     for label, measures in found:
         shown = "  ".join(f"{key} {value:.4f}" for key, value in measures.items() if key != "seconds")
@@ -122,9 +127,8 @@ Found = list[tuple[str, dict[str, float]]]  # a name and its measures, "seconds"
 
 
 def ours(method: str, task: Task, options: argparse.Namespace) -> Found:
-    settings = {} if method == "ours" else {"method": "exact"}
-    looks = [1.0] if options.tiny else options.epochs if method == "ours" else options.exact_epochs
-    measured = zip(looks, curve(task, looks, options.seed, **settings), strict=True)
+    looks = [1.0] if options.tiny else options.exact_epochs if method == "exact" else options.epochs
+    measured = zip(looks, curve(task, looks, options.seed, method=OURS[method]), strict=True)
     return [(f"{method}, {epochs:g} epochs", {"seconds": seconds, **found}) for epochs, (seconds, found) in measured]
 
 
@@ -135,7 +139,7 @@ def peer(method: str, task: Task, options: argparse.Namespace) -> Found:
         return []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            trained = learn(task, Path(folder), options.cap)
+            trained = learn(task, Path(folder), options.cap, options.grid)
         except TimeUp:
             print(f"{method}: not done within {options.cap:g} s, left out")
             return []

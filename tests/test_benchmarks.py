@@ -101,7 +101,7 @@ def test_scikit_learn_is_tuned_on_held_out_rows(benchmark_named):
     assert 0.0 < seconds < 60.0
     assert peers.tuned_C(SimpleNamespace(X=X, y=clear), cap=60.0, grid=(0.001, 0.1, 10.0))[0] > 0.01
     trained = peers.logistic_regression(
-        SimpleNamespace(X=X, y=clear, test_X=X, test_y=clear, rows_X=X), Path(), 60.0, tuned=True
+        SimpleNamespace(X=X, y=clear, test_X=X, test_y=clear, rows_X=X), Path(), 60.0, peers.GRID, tuned=True
     )
     assert trained.tuning_seconds > 0.0
     assert -0.6 < peers.likelihood(trained)["log lik"] < 0.0  # guessing: -1.1

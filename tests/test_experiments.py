@@ -159,6 +159,19 @@ def test_all_runs_every_cell_once(everything):
     assert "bring the files" in output
 
 
+def test_times_of_two_machines_are_not_averaged(everything):
+    folder, _ = everything
+    records = Store(folder).all_finished()
+    for record in records:
+        if (record["dataset"], record["seed"]) == ("mnist", 1):
+            record["machine"] = {**record["machine"], "processor": "another"}
+            record["metrics"]["seconds_per_epoch"] = 1e6
+    rows = {(r["dataset"], r["method"]): r for r in tables.table2(records, {}, list(settings.METHODS))}
+    assert rows["mnist", "softmax"]["n_seeds"] == 1
+    assert rows["mnist", "softmax"]["seconds"] < 1e3
+    assert rows["bibtex", "softmax"]["n_seeds"] == 2
+
+
 def test_json_and_csv(everything):
     folder, _ = everything
     results = json.loads((folder / "results.json").read_text())

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import tiny_studies
 
-from augment_reduce.experiments import settings, sources
+from augment_reduce.experiments import settings, sizes, sources
 from augment_reduce.experiments.cells import Cell, run_cell
 from augment_reduce.experiments.command import publish
 from augment_reduce.experiments.store import Store
@@ -22,8 +22,29 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
-SECTIONS = ("table1", "table2", "table3", "bounds", "synthetic", "figure2", "curves", "settings")
+SECTIONS = ("table1", "table2", "table3", "bounds", "synthetic", "figure2", "curves", "sizes", "settings")
 VOID = {"meta", "link", "br", "img", "path", "use", "hr", "rect", "line", "circle"}
+
+
+def write_sizes(path):
+    """Two looks at two sizes of two methods on one set, and exact."""
+    fits = [("augment-reduce", 2), ("augment-reduce", 5), ("one-vs-each", 2), ("one-vs-each", 5), ("exact", 7)]
+    lines = [",".join(sizes.COLUMNS)]
+    lines += [f"bibtex,{m},{s},{e},{e * s},{-3 + 0.1 * s - 1 / e},0.5" for m, s in fits for e in (1, 2)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_sizes_end_where_their_last_look_was(tmp_path):
+    write_sizes(tmp_path / "sizes.csv")
+    ends, ways = sizes.panels(sizes.read(tmp_path / "sizes.csv"))
+    assert ends.level == pytest.approx(-2.8)
+    assert [line.method for line in ends.lines] == ["softmax", "one-vs-each"]
+    assert ends.lines[0].x.tolist() == [2, 5]
+    assert ends.lines[0].y.tolist() == pytest.approx([-3.3, -3.0])
+    assert ways.lines[1].x.tolist() == [5, 10]  # the largest size
+    assert ways.lines[0].method == "exact"
+    (tmp_path / "sizes.csv").write_text("something,else\n1,2\n")
+    assert sizes.read(tmp_path / "sizes.csv") == sizes.read(tmp_path / "none.csv") == []
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +61,7 @@ def page(tmp_path_factory):
             kind = "timing" if "shape" in study else "full"
             run_cell(Cell(study, method, 0, kind, 30), store, None, lambda done, note: None)
     sources.load.cache_clear()
+    write_sizes(store.folder / "sizes.csv")
     publish(store, build(store, 30), 30)
     return store.folder / "report.html"
 

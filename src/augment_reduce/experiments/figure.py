@@ -45,6 +45,7 @@ class Panel:
     level: float | None = None
     targets: tuple[tuple[str, float], ...] = ()
     message: str = ""
+    log_x: bool = False  # points that few are shown as such, and all of them
 
 
 def bound_panels(store: Store, records: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> list[Panel]:
@@ -122,28 +123,43 @@ def draw(axes: Any, panel: Panel) -> None:
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=FAINT, labelsize=8.5, length=3)
-    axes.locator_params(nbins=5)
+    if not panel.log_x:
+        axes.locator_params(nbins=5)
     axes.set_xlabel(panel.x_label, fontsize=9, color=FAINT)
     axes.set_ylabel(panel.y_label, fontsize=9, color=FAINT)
     for line in panel.lines:
         axes.plot(
             line.x, line.y, color=COLORS[line.method], linestyle=STYLES.get(line.method, "-"), linewidth=1.7,
-            solid_capstyle="round",
+            solid_capstyle="round", marker="o" if panel.log_x else None, markersize=3,
         )  # fmt: skip
     if panel.level is not None:
         axes.axhline(panel.level, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     right = max((float(line.x[-1]) for line in panel.lines), default=1.0)
     for method, value in panel.targets:
         axes.plot([right], [value], "o", color=COLORS[method], fillstyle="none", markersize=6, clip_on=False)
-    axes.set_xlim(0.0, right * (1.03 if panel.targets else 1.0))
+    if panel.log_x:
+        _few_ticks(axes)
+    else:
+        axes.set_xlim(0.0, right * (1.03 if panel.targets else 1.0))
     axes.set_ylim(*_limits(panel))
-    if right >= 10_000:
+    if right >= 10_000 and not panel.log_x:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
 
 
+def _few_ticks(axes: Any) -> None:
+    """Powers of ten, and beside them twice and five times those where there is less than two between."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 200 * low else (1.0, 2.0, 5.0)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
 def _limits(panel: Panel) -> tuple[float, float]:
-    """Room for all but the steep start: each line from a tenth of its way on."""
-    shown = [line.y[line.x >= 0.1 * line.x[-1]] for line in panel.lines]
+    """Room for all but the steep start: each line from a tenth of its way on. Of few points: for all."""
+    shown = [line.y if panel.log_x else line.y[line.x >= 0.1 * line.x[-1]] for line in panel.lines]
     values = np.concatenate(
         [*shown, [value for _, value in panel.targets], [] if panel.level is None else [panel.level]]
     )

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from .._version import __version__
-from . import figure
+from . import figure, sizes
 from .page import PAGE, STYLE
 from .settings import METHODS, STUDIES
 from .show import COLUMNS, TITLES, Column
@@ -31,10 +31,11 @@ WORDS = {
     "mean absolute difference from the frequencies in the data: these are themselves further than that from the "
     "probabilities they were drawn with.",
 }
-ORDER = ("table3", "figure2", "bounds", "curves", "table2", "synthetic", "table1", "settings")
+ORDER = ("table3", "figure2", "bounds", "curves", "table2", "synthetic", "sizes", "table1", "settings")
 NAMES = {
     "table3": "Predictions", "figure2": "Figure 2", "bounds": "Bounds", "curves": "Learning curves",
-    "table2": "Time per epoch", "synthetic": "Synthetic data", "table1": "Data", "settings": "Settings and versions",
+    "table2": "Time per epoch", "synthetic": "Synthetic data", "sizes": "Sampled classes", "table1": "Data",
+    "settings": "Settings and versions",
 }  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def page(store: Store, tables: Mapping[str, Sequence[Row]], asked: int | None) -
     sections = {name: _table_section(name, tables[name]) for name in COLUMNS}
     sections["figure2"] = _figure2_section(figure.bound_panels(store, records, missing))
     sections["curves"] = _curves_section(figure.learning_panels(records))
+    sections["sizes"] = _sizes_section(sizes.panels(sizes.read(store.folder / "sizes.csv")))
     sections["settings"] = _settings_section(records, asked)
     order = [name for name in ORDER if sections[name]]
     links = "".join(f'<a href="#{name}">{NAMES[name]}</a>' for name in order)
@@ -174,6 +176,19 @@ def _curves_section(panels: Sequence[figure.Panel]) -> str:
     return (
         '<section id="curves"><h2>Learning curves: test log likelihood while training</h2><p>A line for each seed; '
         f"exact integrals, no floor.</p>{legend}{_panels(panels, 'test log likelihood while training')}</section>"
+    )
+
+
+def _sizes_section(panels: Sequence[figure.Panel]) -> str:
+    if not panels:
+        return ""
+    methods = [line.method for panel in panels for line in panel.lines]
+    legend = _legend(methods, ("dashed", "exact softmax, at its end"))
+    return (
+        '<section id="sizes"><h2>Beyond the paper: against the number of sampled classes, and against time</h2><p>'
+        "Softmax with the default optimiser and prior, the same for all; one seed. Left: where a fit ends. Right: the "
+        "way there, with the largest number of classes; seconds of one thread. Uniform classes for each row, on "
+        f"debian-deps those of the defaults.</p>{legend}{_panels(panels, 'test log likelihood')}</section>"
     )
 
 

@@ -77,5 +77,6 @@ def survey(names: Iterable[str], path: Path | None) -> dict[str, dict[str, Any]]
         except DatasetNotFoundError:
             found[name] = {"missing": how_to_get(name)}
         else:
-            found[name] = {**dataset.statistics(), "notes": list(dataset.notes)}
+            anew = ["every other seed draws its own"] if STUDIES[name].splits_anew else []
+            found[name] = {**dataset.statistics(), "notes": [*dataset.notes, *anew]}
     return found
