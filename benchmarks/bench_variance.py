@@ -9,7 +9,8 @@ the same weights, eta at its optimum, so that all that varies is S. Against the 
     weights     the same by the weights and biases
     normaliser  mean over rows of E (eta~ / eta - 1)^2
 
-Cost is scores computed for each row (`evaluations`): |S|, and for "conditional" its clusters too. Milliseconds are of
+Cost is scores computed for each row (`evaluations`): |S|, for "conditional" its clusters too, for "pointed-shared" the
+row's own classes. Milliseconds are of
 drawing, scoring and learning; not of the push. What a sampler has learned is as old as it would be: rows were last
 visited, and clusters made, one epoch before (at the start: after 0.6 of the first).
 """
@@ -32,10 +33,11 @@ from torch import Tensor
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.data import load_dataset, random_like
-from augment_reduce.kernels.rows import as_rows
+from augment_reduce.kernels.rows import Rows, as_rows
 from augment_reduce.sampler import (
     ClassSampler,
     Conditional,
+    FeaturePointed,
     FrequencyPerRow,
     FrequencyShared,
     HardNegativeCache,
@@ -60,6 +62,7 @@ SAMPLERS: dict[str, Callable[[], ClassSampler]] = {
     "head-tail-shared": HeadAndTail,
     "batch labels + tail": lambda: HardNegativeCache(memory=0, batch_labels=True),
     "cache-shared": HardNegativeCache,
+    "pointed-shared": FeaturePointed,
     "conditional": Conditional,
 }
 MEASURES = ("scores", "weights", "normaliser", "ms")
@@ -111,7 +114,7 @@ def measure(sampler: ClassSampler, batch: Minibatch, size: int, n_draws: int, tr
     rest = 1.0 - torch.exp(-truth.log_eta)  # what the other classes should add up to, of eta
     for seed in range(n_draws):
         sampled, grad, elapsed = draw(sampler, batch, size, seed, truth)
-        estimate = torch.zeros_like(full).scatter_add_(1, sampled.classes.expand(len(grad), -1), grad)
+        estimate = torch.zeros_like(full).scatter_add_(1, sampled.columns(len(grad)), grad)
         error += truth.sizes(truth.gradient(estimate) - full) / n_draws
         normaliser += float((-grad.sum(1) - rest).square().mean()) / n_draws
         seconds.append(elapsed)
@@ -129,14 +132,22 @@ def learning(sampler: ClassSampler, batch: Minibatch, sampled: Sampled, grad: Te
     return (time.perf_counter() - started) / 3
 
 
-def bound_samplers(counts: np.ndarray, budget: int) -> dict[str, tuple[ClassSampler, int]]:
+def extra(sampler: ClassSampler) -> int:
+    """Scores for each row beyond |S|."""
+    if isinstance(sampler, Conditional):
+        return sampler._n_clusters()
+    return sampler.n_own if isinstance(sampler, FeaturePointed) else 0
+
+
+def bound_samplers(counts: np.ndarray, budget: int, X: Rows, labels: np.ndarray) -> dict[str, tuple[ClassSampler, int]]:
     """Every sampler with the |S| that the budget of scores leaves it; those it leaves none are left out."""
     found = {}
     for name, make in SAMPLERS.items():
         sampler = make().bind(counts, kernels_for("cpu").draw_without_replacement)
-        spent = sampler._n_clusters() if isinstance(sampler, Conditional) else 0
-        if budget > spent:
-            found[name] = (sampler, sampler.size(budget - spent))
+        size = sampler.size(budget - extra(sampler))
+        if size > 0:
+            sampler.study(X, np.arange(X.n_rows), labels, size)
+            found[name] = (sampler, size)
     return found
 
 
@@ -178,7 +189,8 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
         batch = train_to(before)
         counts = clf._fitted.class_counts
         budgets = sorted({min(e, len(counts) // 2) for e in options.evaluations})
-        samplers = {budget: bound_samplers(counts, budget) for budget in budgets}
+        labels = np.searchsorted(clf.classes_, y)
+        samplers = {budget: bound_samplers(counts, budget, as_rows(X), labels) for budget in budgets}
         with torch.inference_mode():
             for some in samplers.values():
                 for sampler, size in some.values():

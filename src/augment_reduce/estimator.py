@@ -45,8 +45,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         |S|, how many classes stand for the rest. More than there are others means all others.
     class_sampling : "auto", a name or a ClassSampler
         "all", "uniform", "frequency", "conditional" (for each row, the last by its features), "uniform-shared",
-        "frequency-shared", "head-tail-shared", "cache-shared" (one draw for the whole minibatch). "auto": all up to
-        2,000 classes, "head-tail-shared" above; with `n_sampled_classes` set always a sample.
+        "frequency-shared", "head-tail-shared", "cache-shared" (one draw for the whole minibatch), "pointed-shared" (and
+        for each row the classes that its features point at). "auto": all up to 2,000 classes, above "pointed-shared",
+        or "head-tail-shared" where rows are dense; with `n_sampled_classes` set always a sample.
     batch_size, max_iter, max_epochs : int, optional
         Rows a step, and how many steps, or passes over the data (set one of the two).
     prior_variance : "auto", float or None

@@ -42,6 +42,7 @@ class Samplings(StrEnum):
     frequency_shared = "frequency-shared"
     head_tail_shared = "head-tail-shared"
     cache_shared = "cache-shared"
+    pointed_shared = "pointed-shared"
     conditional = "conditional"
     all = "all"
 
@@ -202,7 +203,7 @@ ClassSampling = Annotated[
     Samplings | None,
     typer.Option(
         help="Uniform, by frequency, or looking where it matters; for each row, or [bold]-shared[/] by the minibatch. "
-        "[dim]Default: auto: all up to 2,000 classes, above head-tail-shared.[/dim]",
+        "[dim]Default: auto: all up to 2,000 classes, above pointed-shared, or head-tail-shared for dense rows.[/dim]",
         show_default=False,
         rich_help_panel=TRAINING,
     ),
