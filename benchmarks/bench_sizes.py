@@ -29,7 +29,7 @@ SIZES = {
     "omniglot": (5, 20, 100, 400),
     "debian-5k": (100, 250, 750, 2000),
 }
-EPOCHS = {"mnist": (1, 2, 4, 8, 16), "bibtex": (1, 2, 4, 8, 16, 30), "omniglot": (1, 2, 4, 10), "debian-5k": (1, 2, 4)}
+EPOCHS = {"mnist": (1, 2, 4, 8, 16), "bibtex": (1, 2, 4, 8, 16, 30), "omniglot": (1, 2, 4, 10), "debian-5k": (0.5, 1, 2)}
 FITTED = (*sizes.METHODS, "exact")
 
 

@@ -13,6 +13,7 @@ from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
 from augment_reduce.kernels import _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
+from augment_reduce.kernels._cpu_team import Team
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import Clock, NaturalGradient, Reparameterised, StepSize
 from augment_reduce.noise import Gumbel, Logistic, Normal
@@ -171,16 +172,16 @@ def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting,
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-@pytest.mark.parametrize("name", ["our softmax", "paper probit"])
+@pytest.mark.parametrize("name", RULES)
 def test_the_compiled_step_does_not_depend_on_the_number_of_threads(name, kind, monkeypatch):
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
     monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
     used = []
-    with_threads = compiled.CompiledStep.with_threads
-    monkeypatch.setattr(compiled.CompiledStep, "with_threads", lambda *a: used.append(1) or with_threads(*a))
+    team_step = compiled.CompiledStep.team_step
+    monkeypatch.setattr(compiled.CompiledStep, "team_step", lambda *a: used.append(1) or team_step(*a))
     found, before = [], numba.get_num_threads()
     try:
-        for n in (1, 2):
+        for n in (1, 2, 3):
             numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
             problem = problem_of(name, kind, Adagrad(), True, False, torch.float32)
             problem.may_compile = True
@@ -189,7 +190,40 @@ def test_the_compiled_step_does_not_depend_on_the_number_of_threads(name, kind, 
         numba.set_num_threads(before)
     assert bool(used) is (numba.config.NUMBA_NUM_THREADS > 1)
     for key, expected in found[0].items():
-        assert torch.equal(found[1][key], expected), key
+        assert all(torch.equal(other[key], expected) for other in found[1:]), key
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(kind, monkeypatch):
+    """A bad score in the rows of either thread: nothing has moved in either. A row twice: one thread, one by one."""
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 0)
+    used, run = [], Team.run
+    monkeypatch.setattr(Team, "run", lambda *a: used.append(1) or run(*a))
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+        problem = problem_of("paper softmax", kind, SectionFour(), False, False, torch.float32)
+        problem.may_compile = True
+        parameters = reference.Parameters(
+            torch.zeros(K, D), torch.zeros(K), [torch.zeros(K, D)], [torch.zeros(K)]
+        )  # fmt: skip
+        state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
+        for bad in (0, 30):  # a label of the first thread's rows, and one of the second's
+            parameters.bias.zero_()[problem.labels[bad]] = torch.inf
+            with torch.inference_mode(), pytest.raises(FloatingPointError, match="diverged"):
+                vem.step(problem, state, np.arange(45), Clock(1, 1), generator=generator(1))
+            assert not state.local["visits"].any()
+            assert not parameters.weight.any()
+        assert bool(used) is (numba.config.NUMBA_NUM_THREADS > 1)
+        used.clear()
+        parameters.bias.zero_()
+        with torch.inference_mode():
+            vem.step(problem, state, np.append(np.arange(44), 3), Clock(1, 1), generator=generator(1))
+        assert not used
+        assert state.local["visits"][3] == 2
+    finally:
+        numba.set_num_threads(before)
 
 
 def test_what_has_no_twin_is_left_to_the_step(monkeypatch):

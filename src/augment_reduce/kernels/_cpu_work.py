@@ -52,7 +52,7 @@ _POOL: ThreadPoolExecutor | None = None
 _POOL_LOCK = threading.Lock()
 
 
-def _pool() -> ThreadPoolExecutor:
+def pool() -> ThreadPoolExecutor:
     global _POOL
     with _POOL_LOCK:
         if _POOL is None:
@@ -97,6 +97,20 @@ def all_below(a: np.ndarray, n: int) -> bool:
     return bad == 0
 
 
+@njit(cache=True, nogil=True)
+def all_different(rows: np.ndarray, met: np.ndarray) -> bool:
+    """Whether no number stands twice. `met` is zero before and after; what it has no place for is not looked at."""
+    twice = 0
+    for b in range(rows.shape[0]):
+        if 0 <= rows[b] < met.shape[0]:
+            twice += met[rows[b]]
+            met[rows[b]] = 1
+    for b in range(rows.shape[0]):
+        if 0 <= rows[b] < met.shape[0]:
+            met[rows[b]] = 0
+    return twice == 0
+
+
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two contiguous arrays of int64 hold the same."""
     return a.shape == b.shape and _same(a.reshape(-1), b.reshape(-1))
@@ -117,7 +131,7 @@ def run(kernel: Callable[..., Any], cuts: Sequence[int], args: tuple, scratch: S
         kernel(*plain)
         return
     ranges = [(cuts[i], cuts[i + 1], *plain, *_plain(own)) for i, own in enumerate(scratch)]
-    waiting = [_pool().submit(kernel, *each) for each in ranges[1:]]
+    waiting = [pool().submit(kernel, *each) for each in ranges[1:]]
     kernel(*ranges[0])
     for future in waiting:
         future.result()

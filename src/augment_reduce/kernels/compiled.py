@@ -19,13 +19,14 @@ from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
 from ..scores import not_finite
 from . import cpu
-from ._cpu_batch import Batch, load, read_only
+from ._cpu_batch import in_place, load, read_only
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS, step_numbers, two_draws
-from ._cpu_scores import score_pairs
-from ._cpu_step import BIASES, GROUPS, ROWS, draw_and_group, from_scores_to_gradients, whole_step
-from ._cpu_types import Arrays, Groups, Rule
-from ._cpu_work import WORK
+from ._cpu_step import BIASES, GROUPS, ROWS, whole_step
+from ._cpu_team import Team
+from ._cpu_types import Arrays, Rule
+from ._cpu_work import WORK, all_different
+from .rows import SparseRows
 
 if TYPE_CHECKING:
     from ..vem import Problem, State
@@ -56,6 +57,8 @@ class CompiledStep:
         self.rule, self.dtype, self.few = rule, weight.numpy().dtype, cpu.few_weights(problem.X, weight)
         self.visits, self.labels = state.local["visits"].numpy(), problem.labels.numpy()
         self.by_visits = rule.step_size.counts == "visits"
+        X = problem.X
+        self.per_row = len(X.values) / max(1, X.n_rows) if isinstance(X, SparseRows) else X.n_features / 4
         self.weights = None if problem.sample_weight is None else problem.sample_weight.numpy()
         self.none = WORK.array("none", 0, self.dtype)
         K, S = weight.shape[0], problem.n_sampled
@@ -72,6 +75,7 @@ class CompiledStep:
         self.scratch_key: tuple[int, int, int] = (-1, 0, 0)
         self.scratch_kept: tuple = ()
         self.sizes: dict[int, tuple] = {}  # by B: what depends on the size of the minibatch alone
+        self.teams: dict[tuple[int, int], Team] = {}  # by the number of threads and B
 
     def serves(self, problem: Problem, state: State) -> bool:
         return self.problem is problem and self.parameters is state.parameters and self.local_state is state.local
@@ -85,7 +89,6 @@ class CompiledStep:
             return None
         arrays = cpu._arrays(self.parameters, problem.optimizer, problem.prior)
         rows = np.ascontiguousarray(rows, np.int64)
-        batch, x, csr, how = self.rows_for(rows, arrays.weight)
         sort_by, scales, share = self.for_size(len(rows))
         if self.weights is not None:
             scales = self.weights[rows] * scales
@@ -98,40 +101,52 @@ class CompiledStep:
             MODELS[problem.noise.name], self.held, step_numbers(rule.step_size, clock, kind)[0], self.flags, u, scales,
             int(self.weights is not None),
         )  # fmt: skip
-        draw = (how, seed, sort_by)
-        if batch is not None and self.worth_threads(batch):
-            hits = self.with_threads(draw, rows, batch, arrays, optimizer, e_step, share, bound)
-        else:
+        hits = None
+        if self.by_team(rows):
+            hits = self.team_step(seed, sort_by, rows, arrays, optimizer, e_step, share, bound)
+        if hits is None:
+            x, csr, how = self.rows_for(rows, arrays.weight)
             hits = whole_step(
-                *draw, rows, self.labels[rows], x, csr, tuple(arrays), tuple(optimizer), self.weigh, *e_step, share,
-                self.scratch(how, arrays, csr, len(rows)), bound,
+                how, seed, sort_by, rows, self.labels[rows], x, csr, tuple(arrays), tuple(optimizer), self.weigh,
+                *e_step, share, self.scratch(how, arrays, csr, len(rows)), bound,
             )  # fmt: skip
         if hits < 0:
             raise not_finite()
         return (torch.from_numpy(bound) if want_bound else None), hits
 
-    def worth_threads(self, batch: Batch) -> bool:
-        """Whether there are threads, and multiply-adds enough for two of them."""
-        if numba.get_num_threads() < 2:
+    def by_team(self, rows: np.ndarray) -> bool:
+        """Whether there are threads, multiply-adds enough for two of them, and no row that both would move."""
+        if numba.get_num_threads() < 2 or self.few or not self.per_row:
             return False
-        numbers = batch.dense.size // 4 if batch.dense is not None else len(batch.csr.value) if batch.csr else 0
-        return numbers * (1 + self.weigh[2]) > WORTH_THREADS
+        worth = len(rows) * self.per_row * (1 + self.weigh[2]) > WORTH_THREADS
+        return worth and all_different(rows, WORK.array("met", self.problem.X.n_rows, np.uint8))
 
-    def with_threads(
-        self, draw: tuple, rows: np.ndarray, batch: Batch, arrays: Arrays, rule: Rule, e_step: tuple, share: np.ndarray,
+    def team_step(
+        self, seed: int, sort_by: tuple, rows: np.ndarray, arrays: Arrays, rule: Rule, e_step: tuple, share: np.ndarray,
         bound: np.ndarray,
-    ) -> int:  # fmt: skip
-        """The same step with scores and push over all threads, class by class."""
-        B, (log_weight, omega, S) = len(rows), self.weigh
-        pairs = np.empty((B, 1 + S), np.int64)
-        psi, grads = np.empty((B, 1 + S), self.dtype), np.empty((B, 1 + S), self.dtype)
-        table = WORK.array("table", 1 << (4 * S).bit_length(), np.int64)
-        groups = Groups(*draw_and_group(*draw, len(arrays.weight), self.labels[rows], table, pairs))
-        score_pairs(batch, groups, arrays.weight, arrays.bias, psi.reshape(-1))
-        hits = from_scores_to_gradients(psi, rows, log_weight, omega, *e_step, bound, grads)
-        if hits >= 0:
-            cpu._push_groups(groups, batch, B, grads.reshape(-1), share, arrays, rule)
-        return hits
+    ) -> int | None:  # fmt: skip
+        """The same step by all threads; None where the rows are empty. Dense rows they load themselves, if they can."""
+        n, B, S = numba.get_num_threads(), len(rows), self.weigh[2]
+        K, D = arrays.weight.shape
+        source, batch = in_place(self.problem.X, rows, self.dtype), None
+        if source is None:
+            batch = load(self.problem.X, rows, self.dtype, n_classes=1 + S)
+            if batch.empty:
+                return None
+            source, x = self.no_rows, self.no_draws if batch.dense is None else batch.dense
+        else:
+            WORK.batch = None  # whose rows lay where these will
+            x = WORK.array("dense", B * D, self.dtype).reshape(B, D)
+        csr = cpu._csr(batch, B, self.dtype)
+        key = (n, B)
+        if key not in self.teams:
+            self.teams[key] = Team(n, B, S, sort_by, self.dtype)
+        few = [tuple(each) for each in cpu._buffers(n, len(csr.feature) or D, min(K, B * (1 + S)), self.dtype)]
+        arguments = (
+            seed, sort_by, rows, self.labels[rows], source, x, tuple(csr), tuple(arrays), tuple(rule), self.weigh,
+            *e_step, share,
+        )  # fmt: skip
+        return self.teams[key].run(arguments, few, bound)
 
     def for_size(self, B: int) -> tuple:
         """(how to sort, N / B, the pairs' shares of the prior) for a minibatch of B rows."""
@@ -146,17 +161,17 @@ class CompiledStep:
             self.sizes[B] = (sorting(B * (1 + S), K), np.array([per_row], self.dtype), share)
         return self.sizes[B]
 
-    def rows_for(self, rows: np.ndarray, weight: np.ndarray) -> tuple[Batch | None, np.ndarray, tuple, int]:
-        """(the minibatch where it was loaded and is not empty, its dense rows, its sparse rows, how to go through)."""
+    def rows_for(self, rows: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, tuple, int]:
+        """(dense rows, sparse rows, how to go through them)."""
         if self.few:
             x = cpu._read_in_place(self.problem.X, rows, weight)
             if x is not None:
-                return None, x, tuple(cpu._csr(None, len(rows), self.dtype)), ROWS
+                return x, tuple(cpu._csr(None, len(rows), self.dtype)), ROWS
         batch = load(self.problem.X, rows, self.dtype, n_classes=1 + self.weigh[2]) if weight.shape[1] else None
         csr = tuple(cpu._csr(batch, len(rows), self.dtype))
         if batch is None or batch.empty:
-            return None, self.no_rows, csr, BIASES
-        return batch, self.no_rows if batch.dense is None else read_only(batch.dense), csr, GROUPS
+            return self.no_rows, csr, BIASES
+        return self.no_rows if batch.dense is None else read_only(batch.dense), csr, GROUPS
 
     def scratch(self, how: int, arrays: Arrays, csr: tuple, B: int) -> tuple:
         """What the kernels leave as they found it, kept from step to step."""
