@@ -93,7 +93,10 @@ def tuned_C(task: Any, cap: float, grid: Sequence[float], seed: int = 0) -> tupl
     """(C, seconds): the best on a tenth of the training rows, from strong priors to weak ones.
 
     Ends at the second fall in a row, or when the time is over; held-out rows with a label of no other row are left out.
+    One value is no choice.
     """
+    if len(grid) == 1:
+        return grid[0], 0.0
     order = np.random.default_rng(seed).permutation(len(task.y))
     held, kept = np.split(order, [-(-len(order) // 10)])
     held = held[np.isin(task.y[held], task.y[kept])]

@@ -121,6 +121,6 @@ def test_verbose_says_what_it_does(verbose, capsys):
 @pytest.mark.parametrize(("verbose", "patience", "said"), [(1, 0.0, True), (1, 30.0, False), (0, 0.0, False)])
 def test_a_first_step_that_lasts_is_said_to_compile(verbose, patience, said, monkeypatch, capsys):
     monkeypatch.setattr(progress, "PATIENCE", patience)
-    with progress.TrainingProgress(3, verbose) as bar, bar.first_step():
+    with progress.TrainingProgress(3, verbose) as bar, bar.may_compile():
         time.sleep(0.2 if patience == 0.0 else 0.0)
     assert ("Compiling" in capsys.readouterr().err) is said

@@ -183,7 +183,6 @@ def run_here(
             fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts(active)
     problem = make_problem(fitted, settings, rows, active)
     problem.sampler.resume(fitted.sampler, same_rows=persistent)
-    problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
     per_epoch = -(-len(active) // settings.batch_size)
@@ -206,6 +205,8 @@ def run_here(
     )
     with threads(options["n_jobs"]), one_torch_thread(), TrainingProgress(n_iter, options["verbose"]) as progress:
         progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
+        with progress.may_compile():
+            problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
         try:
             train(problem, state, schedule, evaluators, progress, fitted.run)
         finally:  # an interrupted fit keeps what it has learned, and can go on from there

@@ -30,6 +30,7 @@ class TrainingProgress:
         self.console = Console(stderr=True)
         self.verbose = verbose
         self.total = total
+        self.said_compiling = False
         self.moving = verbose > 0 and self.console.is_terminal
         self.bar = Progress(
             TextColumn("[bold]fitting"),
@@ -58,8 +59,8 @@ class TrainingProgress:
             self.console.print(message, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def first_step(self) -> Iterator[None]:
-        """Around the first step: one that lasts is compiling, and a person at a terminal is told, asked for or not."""
+    def may_compile(self) -> Iterator[None]:
+        """Around what comes first: if it lasts it compiles, and a person at a terminal is told, asked for or not."""
         timer = threading.Timer(PATIENCE, self.say_compiling)
         timer.daemon = True
         timer.start()
@@ -69,7 +70,9 @@ class TrainingProgress:
             timer.cancel()
 
     def say_compiling(self) -> None:
-        if self.verbose > 0 or self.console.is_terminal:
+        """Once is enough."""
+        if not self.said_compiling and (self.verbose > 0 or self.console.is_terminal):
+            self.said_compiling = True
             self.console.print(
                 "Compiling for this kind of data, up to a minute; kept on disk, so that it happens once.",
                 soft_wrap=True,

@@ -156,7 +156,7 @@ def train(
             rows = order[slot * B : (slot + 1) * B]
             generator.manual_seed(mix(schedule.seed, 2, t))
             wanted = t % schedule.bound_every == 0 or t == last
-            with progress.first_step() if t == first else contextlib.nullcontext():
+            with progress.may_compile() if t == first else contextlib.nullcontext():
                 state, info = step(problem, state, rows, Clock(t, epoch + 1), generator=generator, want_bound=wanted)
             window.add(info, len(rows))
             elapsed += time.perf_counter() - started
