@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
-from augment_reduce.kernels import _cpu_work, compiled, cpu, reference
+from augment_reduce.kernels import _cpu_team, _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels._cpu_team import Team
 from augment_reduce.kernels.rows import as_rows
@@ -224,6 +225,53 @@ def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(kind,
         assert state.local["visits"][3] == 2
     finally:
         numba.set_num_threads(before)
+
+
+def fit_with_team(**settings):
+    X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
+    settings = {
+        "preset": "paper",
+        "batch_size": 200,
+        "n_sampled_classes": 20,
+        "max_iter": 6,
+        "random_state": 0,
+    } | settings
+    return AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 60).coef_
+
+
+def test_more_threads_than_the_pool_has_and_fits_side_by_side(monkeypatch):
+    """A team takes no more threads than can run at once; a second one, meanwhile, is one thread; same numbers."""
+    used, run = [], Team.run
+    monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
+    expected = fit_with_team(n_jobs=1)
+    with ThreadPoolExecutor(1) as narrow:
+        monkeypatch.setattr(_cpu_team, "pool", lambda: narrow)
+        monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 4)
+        assert np.array_equal(fit_with_team(), expected)
+        assert set(used) == {2}
+        with ThreadPoolExecutor(3) as fits:
+            for found in [fits.submit(fit_with_team) for _ in range(3)]:
+                assert np.array_equal(found.result(timeout=60), expected)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
+def test_nobody_waits_for_a_thread_that_has_left(who, monkeypatch):
+    """Whoever fails, interrupted or not, the others come back, the error is told, and the next step is a step."""
+    team_step = _cpu_team.team_step
+
+    def failing(tid, *arguments):
+        if tid == who:
+            raise KeyboardInterrupt if who == 0 else MemoryError
+        return team_step(tid, *arguments)
+
+    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
+    expected = fit_with_team()
+    monkeypatch.setattr(_cpu_team, "team_step", failing)
+    with pytest.raises(KeyboardInterrupt if who == 0 else MemoryError):
+        fit_with_team()
+    monkeypatch.setattr(_cpu_team, "team_step", team_step)
+    assert np.array_equal(fit_with_team(), expected)
+    assert not _cpu_team.PLACES.locked()
 
 
 def test_what_has_no_twin_is_left_to_the_step(monkeypatch):

@@ -163,12 +163,15 @@ def test_times_of_two_machines_are_not_averaged(everything):
     folder, _ = everything
     records = Store(folder).all_finished()
     for record in records:
-        if (record["dataset"], record["seed"]) == ("mnist", 1):
+        if record["dataset"] == "mnist" and (record["seed"] == 1 or record["method"] == "exact"):
             record["machine"] = {**record["machine"], "processor": "another"}
             record["metrics"]["seconds_per_epoch"] = 1e6
+    elsewhere = [record for record in records if record["machine"]["processor"] == "another" and record["seed"] == 1]
+    records = [record for record in records if record not in elsewhere[:2]]  # most methods, then, are on ours
     rows = {(r["dataset"], r["method"]): r for r in tables.table2(records, {}, list(settings.METHODS))}
     assert rows["mnist", "softmax"]["n_seeds"] == 1
     assert rows["mnist", "softmax"]["seconds"] < 1e3
+    assert ("mnist", "exact") not in rows
     assert rows["bibtex", "softmax"]["n_seeds"] == 2
 
 

@@ -145,6 +145,31 @@ def test_a_stream_goes_on_counting():
     assert float(again.fit(X, y).fit(X, y)._fitted.sampler["seen"].sum()) == 600
 
 
+def test_an_index_beyond_the_features_is_told_before_anything_is_written():
+    X, y = twins()
+    X.indices[17] = 2_000_000_000
+    clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, prior_variance=None)
+    with pytest.raises(ValueError, match=r"feature indices in \[0, n_features=120\), found 2000000000"):
+        clf.fit(X, y)
+
+
+def test_a_part_of_a_stream_without_features_forgets_nothing():
+    X, y = twins()
+    clf = AugmentReduceClassifier(n_sampled_classes=8, class_sampling="pointed-shared", random_state=0)
+    clf.partial_fit(X, y, classes=np.arange(240))
+    clf.set_params(class_sampling="head-tail-shared").partial_fit(sparse.csr_matrix((2, 120)), y[:2])
+    clf.set_params(class_sampling="pointed-shared").partial_fit(X[:5], y[:5])
+    assert float(clf._fitted.sampler["seen"].sum()) == 605
+
+
+def test_a_row_with_many_features_needs_no_more_room_than_there_are_classes():
+    X = sparse.csr_matrix(np.ones((1, 4000)))
+    lists = np.tile(np.arange(3, dtype=np.int32), (4000, 1)), np.ones((4000, 3), np.float32), np.ones(4000)
+    csr, certain = (X.indptr, X.indices, X.data), np.zeros(3, np.bool_)
+    own = _cpu_pointers.pointed(csr, np.array([0]), np.array([1]), certain, lists, np.array([1.0, 1.0, 2.0]), 4)
+    assert own.tolist() == [[2, 0, 1, 1]]
+
+
 def test_dense_rows_are_refused_and_so_is_nothing_of_its_own():
     X, y = twins()
     clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, max_iter=3)

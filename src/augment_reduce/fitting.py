@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,10 @@ def run_here(
     with threads(options["n_jobs"]), one_torch_thread(), TrainingProgress(n_iter, options["verbose"]) as progress:
         progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
         with progress.may_compile():
-            problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
+            problem.sampler.warm_up(rows.X)
+        began = time.perf_counter()
+        problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
+        schedule = replace(schedule, seconds_before=time.perf_counter() - began)
         try:
             train(problem, state, schedule, evaluators, progress, fitted.run)
         finally:  # an interrupted fit keeps what it has learned, and can go on from there
@@ -214,7 +218,7 @@ def run_here(
             fitted.clock = state.clock
             lasting = persistent or (problem.local is not None and problem.local.amortises)
             fitted.local = state.local if lasting else {}
-            fitted.sampler = problem.sampler.kept()
+            fitted.sampler = problem.sampler.kept() or fitted.sampler  # a part of a stream may do without it
 
 
 def hold_out(active: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -56,6 +56,7 @@ class Schedule:
     early_stopping: bool = False
     n_iter_no_change: int = 5
     tol: float = 1e-4
+    seconds_before: float = 0.0  # what preparing took
 
 
 @dataclass
@@ -139,7 +140,7 @@ def train(
     n_rows = len(problem.active)
     B = min(schedule.batch_size, n_rows)
     per_epoch = -(-n_rows // B)
-    elapsed = run.history["seconds"][-1] if run.history["seconds"] else 0.0
+    elapsed = (run.history["seconds"][-1] if run.history["seconds"] else 0.0) + schedule.seconds_before
     first = state.clock.iteration + 1
     last = first + schedule.max_iter - 1
     generator = torch.Generator()

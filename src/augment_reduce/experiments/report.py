@@ -182,13 +182,15 @@ def _curves_section(panels: Sequence[figure.Panel]) -> str:
 def _sizes_section(panels: Sequence[figure.Panel]) -> str:
     if not panels:
         return ""
+    pointed = any("debian" in panel.title for panel in panels)
+    other = " On debian-deps they are shared by the minibatch, and each row has 32 more." if pointed else ""
     methods = [line.method for panel in panels for line in panel.lines]
     legend = _legend(methods, ("dashed", "exact softmax, at its end"))
     return (
         '<section id="sizes"><h2>Beyond the paper: against the number of sampled classes, and against time</h2><p>'
         "Softmax with the default optimiser and prior, the same for all; one seed. Left: where a fit ends. Right: the "
-        "way there, with the largest number of classes; seconds of one thread. Uniform classes for each row, on "
-        f"debian-deps those of the defaults.</p>{legend}{_panels(panels, 'test log likelihood')}</section>"
+        "way there, with the largest number of classes; seconds of one thread. Classes are drawn uniformly for each "
+        f"row.{other}</p>{legend}{_panels(panels, 'test log likelihood')}</section>"
     )
 
 

@@ -159,6 +159,16 @@ def _check_features(worst: int, n_features: int) -> None:
         )
 
 
+def check_features(X: SparseRows) -> None:
+    """Look at every index of X: for those who go through all rows, and have no minibatch to look at."""
+    if not all_below(np.asarray(X.indices), X.n_features):
+        worst = int(X.indices.min()) if X.indices.min() < 0 else int(X.indices.max())
+        raise ValueError(
+            f"Expected feature indices in [0, n_features={X.n_features}), found {worst}. "
+            "Check the shape that the CSR matrix was made with."
+        )
+
+
 def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, dense: bool) -> tuple[Csr | None, Array | None]:
     """The rows as a (B, D) array if that is wanted and they fill enough of it, as CSR otherwise."""
     B, D, indptr = len(rows), X.n_features, read_only(X.indptr)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from ._cpu_types import OPTIONS, Array
-from ._cpu_work import run, split
+from ._cpu_work import WORK, run, split
 
 NOBODY = -1
 
@@ -41,6 +43,15 @@ def tally(
             counts[d, rarest] += 1
 
 
+@njit(**OPTIONS)
+def _place(k: int, keys: Array, mask: Any) -> Any:
+    """Where class k stands in the table, or where it would."""
+    at = (np.uint64(k) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20) & mask
+    while keys[at] != 0 and keys[at] != k + 1:
+        at = (at + np.uint64(1)) & mask
+    return at
+
+
 @njit(cache=True, **OPTIONS)
 def point(
     lo: int, hi: int, indptr: Array, indices: Array, values: Array, rows: Array, labels: Array, certain: Array,
@@ -48,8 +59,8 @@ def point(
 ) -> None:  # fmt: skip
     """out (B, P): the classes of largest sum_d counts[d, k] / seen[d] weight[k], not the label, nor a certain one.
 
-    Rows that are pointed at fewer get their label for the rest. `keys` (NOBODY between calls), `sums` are a hash table
-    with room for twice what a row may meet; `places` says where it was written.
+    Rows that are pointed at fewer get their label for the rest. `keys` (class + 1; zero between calls) and `sums` are a
+    hash table with room for twice what a row may meet; `places` says where it was written.
     """
     P, mask = out.shape[1], np.uint64(keys.shape[0] - 1)
     for b in range(lo, hi):
@@ -64,16 +75,14 @@ def point(
                     break
                 if k == label or certain[k]:
                     continue
-                at = (np.uint64(k) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20) & mask
-                while keys[at] != NOBODY and keys[at] != k:
-                    at = (at + np.uint64(1)) & mask
-                if keys[at] == NOBODY:
-                    keys[at], sums[at], places[n] = k, 0.0, at
+                at = _place(k, keys, mask)
+                if keys[at] == 0:
+                    keys[at], sums[at], places[n] = k + 1, 0.0, at
                     n += 1
                 sums[at] += counts[d, m] / seen[d] * weight[k]
         kept = 0
         for i in range(n):
-            k, s = keys[places[i]], sums[places[i]]
+            k, s = keys[places[i]] - 1, sums[places[i]]
             p = kept
             while p > 0 and _before(k, s, out[b, p - 1], sums, keys, mask):
                 if p < P:
@@ -85,15 +94,13 @@ def point(
         for p in range(kept, P):
             out[b, p] = label
         for i in range(n):
-            keys[places[i]] = NOBODY
+            keys[places[i]] = 0
 
 
 @njit(**OPTIONS)
-def _before(k: int, s: float, other: int, sums: Array, keys: Array, mask: int) -> bool:
+def _before(k: int, s: float, other: int, sums: Array, keys: Array, mask: Any) -> bool:
     """Whether k, with sum s, comes before another class of the table: larger sums first, then smaller numbers."""
-    at = (np.uint64(other) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20) & mask
-    while keys[at] != other:
-        at = (at + np.uint64(1)) & mask
+    at = _place(other, keys, mask)
     return s > sums[at] or (s == sums[at] and k < other)
 
 
@@ -125,11 +132,12 @@ def pointed(
         return out
     indptr, M = csr[0], lists[0].shape[1]
     lengths = indptr[rows + 1] - indptr[rows]
-    most = max(1, int(lengths.max()) * M)
+    most = max(1, min(int(lengths.max()) * M, len(certain)))  # different classes that a row may meet
     cuts = split(len(rows), lambda: lengths * M * 4 + n)
     size = 1 << (2 * most).bit_length()
-    scratch = [
-        (np.full(size, NOBODY, np.int64), np.empty(size), np.empty(most, np.int64)) for _ in range(len(cuts) - 1)
-    ]
+    kinds = (("pointed", size, np.int64), ("points", size, np.float64), ("places", most, np.int64))
+    n_parts = len(cuts) - 1
+    arrays = [WORK.array(name, n_parts * each, kind).reshape(n_parts, each) for name, each, kind in kinds]
+    scratch = list(zip(*arrays, strict=True))
     run(point, cuts, (*csr, rows, labels, certain, *lists, weight, out), scratch)
     return out

@@ -10,8 +10,11 @@ results are those of one thread to the last bit, as long as no row comes twice.
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import Future, wait
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
@@ -27,7 +30,8 @@ from ._cpu_work import pool
 
 PATIENCE = 2_000  # looks before the core is offered to others
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
-BAD = -1
+BAD, ALONE = -1, -2  # what a thread returns: a score is not finite; another thread has left
+ARRIVED, LEFT = 0, 1  # places of the counter: how often threads came to a meeting; whether one is gone
 
 
 @intrinsic
@@ -42,13 +46,14 @@ def _arrive(typing_context: Any, counter: Any) -> tuple:
 
 
 @intrinsic
-def _arrived(typing_context: Any, counter: Any) -> tuple:
-    """counter[0] as it is now; what its raisers wrote before is seen."""
+def _now(typing_context: Any, counter: Any, i: Any) -> tuple:
+    """counter[i] as it is now; what was written before it is seen."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_data(context, builder, signature.args[0], args[0]), "seq_cst", 8)
+        at = builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]])
+        return builder.load_atomic(at, "seq_cst", 8)
 
-    return types.int64(counter), codegen
+    return types.int64(counter, types.int64), codegen
 
 
 @intrinsic
@@ -65,14 +70,17 @@ def _give_way(typing_context: Any) -> tuple:
 
 
 @njit(**OPTIONS)
-def _wait(counter: Array, n: int) -> None:
-    """Until all n threads are here. The counter only ever grows, by n at each such place."""
+def _together(counter: Array, n: int) -> bool:
+    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place."""
     everyone = (_arrive(counter) + n - 1) // n * n
     looks = 0
-    while _arrived(counter) < everyone:
+    while _now(counter, ARRIVED) < everyone:
+        if _now(counter, LEFT) != 0:
+            return False
         looks += 1
         if looks > PATIENCE:
             _give_way()
+    return True
 
 
 @njit(**OPTIONS)
@@ -142,7 +150,8 @@ def team_step(
     (bits, passes), B, D, dense = sorting, rows.shape[0], weight.shape[1], x.shape[0] > 0
     lo, hi = B * tid // n, B * (tid + 1) // n
     _draw_rows(lo, hi, seed, bias.shape[0], labels, numbers, pairs, table)
-    _wait(counter, n)
+    if not _together(counter, n):
+        return ALONE
     if tid == 0:
         sort(pairs.reshape(-1), bias.shape[0], bits, passes, count, keys, orders, row, pairs.shape[1])
         n_groups[0] = cut(keys[passes & 1], distinct, start)
@@ -150,25 +159,47 @@ def team_step(
     elif source.shape[0] > 0:
         for b in range(B * (tid - 1) // (n - 1), B * tid // (n - 1)):
             x[b] = source[rows[b]]
-    _wait(counter, n)
+    if not _together(counter, n):
+        return ALONE
     groups = (distinct[: n_groups[0]], start[: n_groups[0] + 1], orders[passes & 1], row)
     first, last = cuts[tid], cuts[tid + 1]
     if dense:
         pairs_dense(first, last, groups, x, weight, bias, psi.reshape(-1))
     else:
         pairs_sparse(first, last, groups, csr, weight, bias, psi.reshape(-1), sink)
-    _wait(counter, n)
+    if not _together(counter, n):
+        return ALONE
     finite[tid] = np.isfinite(psi[lo:hi].sum()) or np.isfinite(psi[lo:hi]).all()
-    _wait(counter, n)
+    if not _together(counter, n):
+        return ALONE
     if not finite[:n].all():
         return BAD
     hits = _gradients(lo, hi, psi, rows, weigh, model, state, step, flags, u, scales, each, bound, grads)
-    _wait(counter, n)
+    if not _together(counter, n):
+        return ALONE
     push_groups(first, last, groups, csr, x, grads.reshape(-1), share, arrays, rule, bias_g, bias_c, few)
-    _wait(counter, n)
+    if not _together(counter, n):
+        return ALONE
     if tid == 0:
         push_biases(groups[0], bias_g, bias_c, arrays, rule, few)
     return hits
+
+
+PLACES = threading.Lock()  # one team at a time: two that share the pool could each have what the other waits for
+
+
+def _free_places() -> None:
+    global PLACES
+    PLACES = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # whoever held it is not in the child
+    os.register_at_fork(after_in_child=_free_places)
+
+
+def most_threads() -> int:
+    """A team's threads run at once or not at all: no more than the pool has, and the caller."""
+    return min(numba.get_num_threads(), pool()._max_workers + 1)
 
 
 class Team:
@@ -190,12 +221,22 @@ class Team:
         self.sinks = np.empty((n, 64), dtype)
 
     def run(self, arguments: tuple, few: list[tuple], bound: Array) -> int:
-        """The step; this thread is one of the team. Returns what `team_step` does, for all rows."""
-
-        def part(tid: int) -> int:
-            own = (few[tid], self.tables[tid], self.sinks[tid])
-            return team_step(tid, self.n, self.counter, *arguments, self.common, own, bound)
-
-        others = [pool().submit(part, tid) for tid in range(1, self.n)]
-        found = [part(0), *(other.result() for other in others)]
+        """The step; this thread is one of the team, and holds PLACES. Returns what `team_step` does, for all rows."""
+        others: list[Future[int]] = []
+        try:
+            others.extend(pool().submit(self._part, tid, arguments, few, bound) for tid in range(1, self.n))
+            found = [self._part(0, arguments, few, bound), *(other.result() for other in others)]
+        except BaseException:  # also an interrupt: nobody must be left waiting
+            self.counter[LEFT] = 1
+            wait(others)
+            self.counter[:] = 0
+            raise
         return BAD if BAD in found else sum(found)
+
+    def _part(self, tid: int, arguments: tuple, few: list[tuple], bound: Array) -> int:
+        own = (few[tid], self.tables[tid], self.sinks[tid])
+        try:
+            return team_step(tid, self.n, self.counter, *arguments, self.common, own, bound)
+        except BaseException:
+            self.counter[LEFT] = 1
+            raise

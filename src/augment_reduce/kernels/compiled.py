@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import torch
 
@@ -18,12 +17,12 @@ from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
 from ..scores import not_finite
-from . import cpu
+from . import _cpu_team, cpu
 from ._cpu_batch import in_place, load, read_only
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS, step_numbers, two_draws
 from ._cpu_step import BIASES, GROUPS, ROWS, whole_step
-from ._cpu_team import Team
+from ._cpu_team import Team, most_threads
 from ._cpu_types import Arrays, Rule
 from ._cpu_work import WORK, all_different
 from .rows import SparseRows
@@ -102,8 +101,12 @@ class CompiledStep:
             int(self.weights is not None),
         )  # fmt: skip
         hits = None
-        if self.by_team(rows):
-            hits = self.team_step(seed, sort_by, rows, arrays, optimizer, e_step, share, bound)
+        places = _cpu_team.PLACES
+        if self.by_team(rows) and places.acquire(blocking=False):
+            try:
+                hits = self.team_step(seed, sort_by, rows, arrays, optimizer, e_step, share, bound)
+            finally:
+                places.release()
         if hits is None:
             x, csr, how = self.rows_for(rows, arrays.weight)
             hits = whole_step(
@@ -116,7 +119,7 @@ class CompiledStep:
 
     def by_team(self, rows: np.ndarray) -> bool:
         """Whether there are threads, multiply-adds enough for two of them, and no row that both would move."""
-        if numba.get_num_threads() < 2 or self.few or not self.per_row:
+        if most_threads() < 2 or self.few or not self.per_row:
             return False
         worth = len(rows) * self.per_row * (1 + self.weigh[2]) > WORTH_THREADS
         return worth and all_different(rows, WORK.array("met", self.problem.X.n_rows, np.uint8))
@@ -126,7 +129,7 @@ class CompiledStep:
         bound: np.ndarray,
     ) -> int | None:  # fmt: skip
         """The same step by all threads; None where the rows are empty. Dense rows they load themselves, if they can."""
-        n, B, S = numba.get_num_threads(), len(rows), self.weigh[2]
+        n, B, S = most_threads(), len(rows), self.weigh[2]
         K, D = arrays.weight.shape
         source, batch = in_place(self.problem.X, rows, self.dtype), None
         if source is None:

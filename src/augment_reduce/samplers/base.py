@@ -117,6 +117,9 @@ class ClassSampler:
         first = self.draw_for(minibatch, size - size // 2, generator=generator)
         return joined(first, self.draw_for(minibatch, size // 2, generator=generator))
 
+    def warm_up(self, X: Any) -> None:
+        """Compile what `study` needs for such rows."""
+
     def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
         """Before the first step on them: all the rows to be trained on, labels of these in the same order, and |S|."""
 

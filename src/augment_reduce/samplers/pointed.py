@@ -64,10 +64,19 @@ class FeaturePointed(HeadAndTail):
             self.listed, self.counts, self.seen = (kept[name].numpy() for name in ("listed", "counts", "seen"))
             self._knows_rows = same_rows and len(self.listed) > 0
 
+    def warm_up(self, X: Any) -> None:
+        from ..kernels._cpu_pointers import tally
+
+        X, nobody = sparse(X), np.empty(0, np.int64)
+        lists = np.empty((0, self.per_feature), np.int32), np.empty((0, self.per_feature), np.float32), np.empty(0)
+        tally(X.indptr, X.indices, X.values, nobody, nobody, np.empty(0, np.bool_), *lists)
+
     def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
+        from ..kernels._cpu_batch import check_features
         from ..kernels._cpu_pointers import NOBODY, tally
 
         X = sparse(X)
+        check_features(X)  # before any step has loaded, and looked at, the rows
         if self._knows_rows:
             return
         if len(self.listed) != X.n_features:
