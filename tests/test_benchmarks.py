@@ -212,7 +212,7 @@ def test_ablations_of_the_paper(benchmark_named, tmp_path):
 
 def test_variance_of_the_samplers(benchmark_named):
     bench = benchmark_named("bench_variance")
-    rows = bench.main(["--tiny", "--epochs", "3", "--B", "16", "--draws", "3", "--evaluations", "20"])
+    rows = bench.main(["--tiny", "--epochs", "3", "--B", "16", "--draws", "3", "--evaluations", "40"])
     assert {row["sampler"] for row in rows} == set(bench.SAMPLERS)
     assert {row["stage"] for row in rows} == {"start", "middle", "end"}
     assert all(float(row[name]) > 0 for row in rows for name in bench.MEASURES)

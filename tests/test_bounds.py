@@ -122,8 +122,9 @@ def test_value_and_gradient_are_unbiased_over_every_draw(objective, name, label,
     full_gap = gaps(psi, torch.tensor([label]))
     mean_value, mean_grad, total = 0.0, torch.zeros(K, dtype=torch.float64), 0.0
     for probability, sampled in every_draw(name, label, Script(monkeypatch)):
-        classes = sampled.classes.expand(1, -1)
+        classes = sampled.columns(1)
         gap = full_gap.gather(1, classes)
+        gap = gap if sampled.mask is None else gap.masked_fill(sampled.mask, -torch.inf)
         mean_value += probability * value(gap, sampled.log_weight, K)
         g = grad(gap, sampled.log_weight, K).expand_as(gap)
         mean_grad.index_add_(0, classes[0], probability * g[0])

@@ -96,7 +96,7 @@ def test_page_is_well_formed_and_self_contained(page):
     assert outline.open == []
     assert set(SECTIONS) <= set(outline.ids)
     assert outline.counts["table"] == 5
-    assert outline.counts["svg"] == 5 + 2  # figure 2, and learning curves of two datasets
+    assert outline.counts["svg"] == 5 + 2 + 2  # figure 2, learning curves of two datasets, sampled classes of one
     assert "script" not in outline.counts
     assert outline.sources == []
     assert all(link.startswith(("#", "data:")) for link in outline.links)
@@ -164,7 +164,7 @@ def test_page_in_a_browser(page, tmp_path, width):
     assert found["title"] == "Augment and Reduce, reproduced"
     assert sorted(found["sections"]) == sorted(SECTIONS)
     assert found["overflow"] <= 0  # wide tables scroll by themselves, the page does not
-    assert found["charts"] == 7
+    assert found["charts"] == 9
     assert found["rightmost"] <= width
     assert found["smallest"] >= 12
     assert found["pinned"] == "sticky"
