@@ -188,9 +188,9 @@ def _sizes_section(panels: Sequence[figure.Panel]) -> str:
     legend = _legend(methods, ("dashed", "exact softmax, at its end"))
     return (
         '<section id="sizes"><h2>Beyond the paper: against the number of sampled classes, and against time</h2><p>'
-        "Softmax with the default optimiser and prior, the same for all; one seed. Left: where a fit ends. Right: the "
-        "way there, with the largest number of classes; seconds of one thread. Classes are drawn uniformly for each "
-        f"row.{other}</p>{legend}{_panels(panels, 'test log likelihood')}</section>"
+        "Softmax with the default optimiser and prior, the same for all; one seed. By sampled classes: where a fit "
+        "ends. By seconds, of one thread: the way there, with the largest number of classes. Classes are drawn "
+        f"uniformly for each row.{other}</p>{legend}{_panels(panels, 'test log likelihood')}</section>"
     )
 
 
