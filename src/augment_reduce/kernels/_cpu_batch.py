@@ -153,20 +153,21 @@ def _check_rows(rows: Array, n_rows: int, found: bool) -> None:
 
 def _check_features(worst: int, n_features: int) -> None:
     if worst >= n_features:
-        raise ValueError(
-            f"Expected feature indices in [0, n_features={n_features}), found {worst} in the minibatch. "
-            "Check the shape that the CSR matrix was made with."
-        )
+        raise _no_such_feature(worst, n_features)
+
+
+def _no_such_feature(found: int, n_features: int) -> ValueError:
+    return ValueError(
+        f"Expected feature indices in [0, n_features={n_features}), found {found}. "
+        "Check the shape that the CSR matrix was made with."
+    )
 
 
 def check_features(X: SparseRows) -> None:
     """Look at every index of X: for those who go through all rows, and have no minibatch to look at."""
     if not all_below(np.asarray(X.indices), X.n_features):
-        worst = int(X.indices.min()) if X.indices.min() < 0 else int(X.indices.max())
-        raise ValueError(
-            f"Expected feature indices in [0, n_features={X.n_features}), found {worst}. "
-            "Check the shape that the CSR matrix was made with."
-        )
+        lowest, highest = int(X.indices.min()), int(X.indices.max())
+        raise _no_such_feature(lowest if lowest < 0 else highest, X.n_features)
 
 
 def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, dense: bool) -> tuple[Csr | None, Array | None]:
