@@ -150,10 +150,10 @@ def trained(problem: Problem, dtype: torch.dtype, few: bool, monkeypatch) -> dic
 
 @pytest.mark.parametrize(("kind", "few"), [("dense", True), ("dense", False), ("sparse", False), ("empty", False)])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("setting", ["plain", "all"])
+@pytest.mark.parametrize("setting", ["plain", "all", "fast biases"])
 def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting, monkeypatch):
     everything = setting == "all"
-    optimizer = Adam() if everything else SectionFour()
+    optimizer = {"plain": SectionFour(), "all": Adam(), "fast biases": Adagrad(bias_scale=2.7)}[setting]
     dtype = torch.float32
     found, taken = [], []
     whole_step = compiled.whole_step

@@ -72,6 +72,31 @@ def test_presets_keep_the_papers_choices():
     assert (chosen.sampler.name, chosen.optimizer.name, chosen.prior_variance) == ("uniform", "section4", None)
 
 
+def test_biases_are_as_fast_as_the_scores_of_others_move():
+    """Pixels, counts: as far as the step of one row takes the score of another. Around zero, nothing to undo."""
+    assert settings(replace(OMNIGLOT, agreement=30.0)).optimizer.bias_scale == 30.0
+    assert settings(replace(OMNIGLOT, agreement=30.0)).describe().count("of biases 30 times that") == 1
+    assert settings(replace(DEBIAN, agreement=0.3)).optimizer.bias_scale == 1.0
+    assert settings(replace(OMNIGLOT, agreement=30.0), preset="paper").optimizer.bias_scale == 1.0
+
+
+def test_agreement_is_what_one_rows_step_does_to_another():
+    """By its meaning: w + sign(x_n), and the score of x_m, over all pairs (n, m)."""
+    x = np.array([[0.0, 2.0, 0.5], [1.0, 0.0, -3.0], [0.0, 4.0, 0.0], [2.0, 1.0, 1.0]])
+    truth = np.mean([np.sign(x[n]) @ x[m] for n in range(4) for m in range(4)])
+    for X in (as_rows(x), as_rows(sp.csr_matrix(x))):
+        assert X.agreement(np.arange(4)) == pytest.approx(truth, rel=1e-12)
+        assert X.agreement(np.array([0, 3])) == pytest.approx(
+            np.mean([np.sign(x[n]) @ x[m] for n in (0, 3) for m in (0, 3)]), rel=1e-12
+        )
+        assert Shape.of(X, 7, np.array([0, 3])).agreement == X.agreement(np.array([0, 3]))
+        twice = X.agreement(np.arange(4), np.array([1.0, 2.0, 0.0, 1.0]))  # weights are repeats
+        assert twice == pytest.approx(as_rows(x[[0, 1, 1, 3]]).agreement(np.arange(4)), rel=1e-12)
+    many = np.random.default_rng(0).standard_normal((30_000, 5))
+    assert abs(as_rows(many).agreement(np.arange(30_000))) < 0.01  # 5 features, 1e4 rows: 5e-4 of chance
+    assert as_rows(np.abs(many)).agreement(np.arange(30_000)) == pytest.approx(5 * math.sqrt(2 / math.pi), rel=0.02)
+
+
 def test_the_first_step_is_measured_in_noise_over_the_root_of_the_nonzeros():
     for name, noise in NOISES.items():
         variance = {"softmax": math.pi**2 / 6, "probit": 1.0, "logistic": math.pi**2 / 3}[name]

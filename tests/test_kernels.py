@@ -24,6 +24,7 @@ from augment_reduce.optim import Adagrad, Adam, Prior, RowOptimizer, RowwiseAdag
 
 F32, F64 = torch.float32, torch.float64
 OPTIMIZERS = [SectionFour(first_kappa_one=True), SectionFour(every_entry=True), Adagrad(), RowwiseAdagrad(), Adam()]
+OPTIMIZERS.append(Adagrad(0.05, bias_scale=3.7))
 
 
 def name_of(optimizer: RowOptimizer) -> str:

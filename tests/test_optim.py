@@ -8,7 +8,7 @@ import torch
 
 from augment_reduce.kernels import reference
 from augment_reduce.kernels.reference import Parameters
-from augment_reduce.kernels.rows import DenseRows
+from augment_reduce.kernels.rows import DenseRows, as_rows
 from augment_reduce.optim import OPTIMIZERS, Adagrad, Adam, Prior, RowOptimizer, RowwiseAdagrad, SectionFour
 
 GRADIENTS = [torch.tensor([3.0, 0.0, -1.0], dtype=torch.float64), torch.tensor([0.5, 2.0, 0.0], dtype=torch.float64)]
@@ -113,6 +113,35 @@ def test_prior_step_is_the_proximal_one():
     w = torch.tensor([1.0], dtype=torch.float64)
     Adagrad(0.1).apply(w, torch.tensor([2.0]).double(), torch.tensor([3.0]).double(), Adagrad().init_state(w), 1, prior)
     assert w.item() == pytest.approx((1.0 + 0.1) / (1 + 0.05 * 3.0 / 0.5), rel=1e-9)
+
+
+def test_a_bias_of_scale_c_is_c_times_the_weight_of_a_feature_of_value_c():
+    """Every step, prior included; with the other weights given no gradient, and without eps, which has its own unit."""
+    c, N, K, rng = 3.7, 12, 5, np.random.default_rng(0)
+    optimizer = Adagrad(0.3, eps=0.0, half_after=2.0, bias_scale=c)
+    plain = Adagrad(0.3, eps=0.0, half_after=2.0)
+    none, constant = as_rows(np.zeros((N, 1))), as_rows(np.full((N, 1), c))
+
+    def fresh():
+        weight, bias = torch.zeros(K, 1).double(), torch.zeros(K).double()
+        return Parameters(weight, bias, plain.init_state(weight), plain.init_state(bias))
+
+    as_bias, as_weight = fresh(), fresh()
+    counts = np.array([N])
+    priors = [Prior.from_counts(0.8, counts, N, torch.float64, bias_scale=scale) for scale in (c, 1.0)]
+    for t in range(1, 6):
+        rows, classes = rng.choice(N, 4, replace=False), torch.from_numpy(rng.integers(0, K, (4, 2)))
+        grad, share = torch.from_numpy(rng.standard_normal((4, 2))), torch.from_numpy(rng.random((4, 2)))
+        reference.push_pairs(none, rows, classes, grad, share, as_bias, optimizer, t, priors[0])
+        reference.push_pairs(constant, rows, classes, grad, share, as_weight, plain, t, priors[1])
+        torch.testing.assert_close(as_bias.bias, c * as_weight.weight[:, 0], rtol=1e-12, atol=0.0)
+    assert as_bias.bias.abs().min() > 0.0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_bias_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ValueError, match="bias_scale to be a finite number above 0"):
+        Adagrad(bias_scale=scale)
 
 
 def test_prior_of_the_authors_code_acts_where_the_data_do():

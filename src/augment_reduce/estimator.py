@@ -20,7 +20,7 @@ from . import fitting, predict, saving
 from .defaults import Settings, Shape, resolve
 from .edge import check_labels, check_memory, check_parameters, check_scale
 from .fitting import threads
-from .kernels.rows import SparseRows, as_rows
+from .kernels.rows import as_rows
 from .local import LocalStep
 from .noise import Noise, resolve_noise
 from .optim import RowOptimizer
@@ -51,8 +51,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     batch_size, max_iter, max_epochs : int, optional
         Rows a step, and how many steps, or passes over the data (set one of the two).
     prior_variance : "auto", float or None
-        Variance v of a Gaussian prior on weights and biases. "auto" goes by the rows (0.2 to 3, for probit a fifth of
-        that: docs/defaults.md), and is none with a preset; None is maximum likelihood.
+        Variance v of a Gaussian prior on weights and biases (of biases times the square of the optimiser's bias_scale).
+        "auto" goes by the rows (0.2 to 3, for probit a fifth of that: docs/defaults.md), and is none with a preset;
+        None is maximum likelihood.
     optimizer, learning_rate : optional
         "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.
     local_step : optional
@@ -264,10 +265,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     ) -> tuple[Settings, dict[str, Any]]:
         """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
-        n_rows = len(rows.active())
-        n_nonzero = rows.n_nonzero * n_rows // rows.X.n_rows
-        sparse = isinstance(rows.X, SparseRows)
-        shape = Shape(n_rows, rows.X.n_features, len(self.classes_), n_nonzero, stream, sparse)
+        shape = Shape.of(rows.X, len(self.classes_), rows.active(), rows.weight, stream=stream)
         settings = resolve(options, noise, shape, rows.torch_dtype)
         check_scale(rows.X.values, shape, settings.dtype)
         if anew:

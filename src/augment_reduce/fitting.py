@@ -21,7 +21,7 @@ from torch import Tensor
 from . import bounds, predict, quadrature
 from .defaults import Settings
 from .kernels.reference import Parameters
-from .kernels.rows import Rows, SparseRows
+from .kernels.rows import Rows
 from .local import Clock, LocalState
 from .memory import zeros
 from .optim import Prior
@@ -43,10 +43,6 @@ class TrainingRows:
     X: Rows
     codes: np.ndarray
     weight: np.ndarray | None
-
-    @property
-    def n_nonzero(self) -> int:
-        return len(self.X.values) if isinstance(self.X, SparseRows) else int(np.count_nonzero(self.X.values))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -245,8 +241,9 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
     prior = None
     if settings.prior_variance is not None:
         prior = Prior.from_counts(
-            settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only
-        )
+            settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only,
+            settings.optimizer.bias_scale,
+        )  # fmt: skip
     problem = Problem(
         X=X,
         active=active,

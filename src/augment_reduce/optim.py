@@ -44,7 +44,7 @@ class Prior:
 
     variance: float
     inverse_counts: Tensor  # (D,) 1 / N_d, in the dtype of the weights
-    inverse_rows: float  # 1 / N: the bias is a feature of every row
+    inverse_rows: float  # 1 / N: the bias is a feature of every row, of value 1; of value c, 1 / (N c^2)
     touched_only: bool = False
 
     @property
@@ -53,10 +53,11 @@ class Prior:
 
     @classmethod
     def from_counts(
-        cls, variance: float, counts: np.ndarray, n_rows: int, dtype: torch.dtype, touched_only: bool = False
-    ) -> Prior:
+        cls, variance: float, counts: np.ndarray, n_rows: int, dtype: torch.dtype, touched_only: bool = False,
+        bias_scale: float = 1.0,
+    ) -> Prior:  # fmt: skip
         inverse = torch.from_numpy(1.0 / np.maximum(counts, 1)).to(dtype)
-        return cls(float(variance), inverse, 1.0 / n_rows, touched_only)
+        return cls(float(variance), inverse, 1.0 / (n_rows * bias_scale**2), touched_only)
 
 
 class RowOptimizer:
@@ -64,6 +65,7 @@ class RowOptimizer:
 
     name: ClassVar[str]
     rowwise: ClassVar[bool] = False
+    bias_scale: float = 1.0  # the constant feature whose weight, times it, is the bias
 
     @property
     def kind(self) -> int:
@@ -76,6 +78,10 @@ class RowOptimizer:
 
     def after(self, steps: int) -> RowOptimizer:
         """The same where `steps` of those taken so far do not count for a rate that falls."""
+        return self
+
+    def for_biases(self) -> RowOptimizer:
+        """The rule that biases follow."""
         return self
 
     def init_state(self, weight: Tensor) -> list[Tensor]:
@@ -160,6 +166,10 @@ class Adagrad(RowOptimizer):
     With `half_after` the rate at step t is learning_rate / (1 + (t - 1 - begin) / half_after): what the noise of the
     minibatches leaves in the weights dies out (docs/defaults.md). It goes by t alone, so a fit that goes on is one that
     never stopped.
+
+    Biases have `bias_scale` times the rate: each is, but for eps, c times the weight of a feature that is always c.
+    Where features share a sign the bias has to undo what all weights of a row do together, and with the rate of one of
+    them it is never there in time.
     """
 
     kind = ADAGRAD
@@ -169,13 +179,21 @@ class Adagrad(RowOptimizer):
     eps: float = 1e-10
     half_after: float | None = None
     begin: int = 0  # the step that is counted as zero
+    bias_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0.0 < self.bias_scale < math.inf:
+            raise ValueError(f"Expected bias_scale to be a finite number above 0, found {self.bias_scale}.")
         if self.half_after is not None and not self.half_after > 0.0:
             raise ValueError(f"Expected half_after to be None or a number of steps above 0, found {self.half_after}.")
 
     def after(self, steps: int) -> Adagrad:
         return replace(self, begin=steps) if self.half_after is not None and steps else self
+
+    def for_biases(self) -> Adagrad:
+        if self.bias_scale == 1.0:
+            return self
+        return replace(self, learning_rate=self.learning_rate * self.bias_scale, bias_scale=1.0)
 
     def rate(self, t: int) -> float:
         if self.half_after is None:

@@ -26,6 +26,7 @@ from .._version import __version__
 from ..defaults import Shape, resolve
 from ..estimator import AugmentReduceClassifier
 from ..files import ModelFileError
+from ..kernels.rows import as_rows
 from ..noise import resolve_noise
 from . import evaluate, synthetic
 from .settings import METHODS, Study, study_named
@@ -211,9 +212,7 @@ def measure(
 def settings_of(clf: AugmentReduceClassifier, source: Source) -> dict[str, Any]:
     """Parameters as given, and all choices of the preset in a line."""
     given = clf.get_params(deep=False)
-    n_nonzero = source.X.nnz if hasattr(source.X, "nnz") else source.X.size
-    (n_rows, n_features), sparse = source.X.shape, hasattr(source.X, "nnz")
-    shape = Shape(n_rows, n_features, len(clf.classes_), n_nonzero, sparse=sparse)
+    shape = Shape.of(as_rows(source.X), len(clf.classes_))
     dtype = clf._fitted.parameters.weight.dtype
     resolved = resolve(given, resolve_noise(clf.model), shape, dtype)
     names = ("model", "method", "preset", "batch_size", "n_sampled_classes", "random_state", "n_jobs")

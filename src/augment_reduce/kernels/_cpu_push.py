@@ -110,6 +110,11 @@ def _mean_square(g: Array, n: int) -> float:
 
 
 @njit(**OPTIONS)
+def _with_rate(rule: Rule, kind: int, rate: Any) -> Rule:
+    return Rule(kind, rule.prior, rate, rule.a, rule.b, rule.c, rule.d, rule.eps, rule.variance, rule.bias_rate)
+
+
+@njit(**OPTIONS)
 def _step(rule: Rule, w: Array, s: Array, r: Array, g: Array, c: Array, n: int) -> None:
     """One step on n entries; for row-wise Adagrad s is the row's one number."""
     prior = rule.prior == PRIOR_UNBIASED
@@ -118,7 +123,7 @@ def _step(rule: Rule, w: Array, s: Array, r: Array, g: Array, c: Array, n: int) 
     if rule.kind == ROWWISE_ADAGRAD:
         s[0] += w.dtype.type(_mean_square(g, n))
         rate = rule.rate / (np.sqrt(s[0]) + rule.eps)
-        fixed = Rule(rule.kind, rule.prior, rate, rule.a, rule.b, rule.c, rule.d, rule.eps, rule.variance)
+        fixed = _with_rate(rule, rule.kind, rate)
         if prior:
             _fixed_prior(fixed, w, s, r, g, c, n)
         else:
@@ -194,7 +199,7 @@ def push_biases(classes: Array, g: Array, c: Array, arrays_: tuple, rule_: tuple
     """One step on the biases of distinct classes; where the rows share a number, biases do not."""
     arrays, rule, few, n = Arrays(*arrays_), Rule(*rule_), Buffers(*few_), classes.shape[0]
     kind = ADAGRAD if rule.kind == ROWWISE_ADAGRAD else rule.kind
-    rule = Rule(kind, rule.prior, rule.rate, rule.a, rule.b, rule.c, rule.d, rule.eps, rule.variance)
+    rule = _with_rate(rule, kind, rule.bias_rate)
     for i in range(n):
         c[i] *= arrays.inverse_rows
     _gather(few.few_w, arrays.bias, classes, n)

@@ -54,6 +54,7 @@ class Rule(NamedTuple):
     d: Any
     eps: Any
     variance: Any
+    bias_rate: Any  # in place of `rate` where the entries are biases
 
 
 class Buffers(NamedTuple):

@@ -144,7 +144,8 @@ def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | 
     mode = PRIOR_NONE if prior is None else prior.mode
     if mode == PRIOR_UNBIASED and share is None:
         mode = PRIOR_NONE
-    return Rule(optimizer.kind, mode, *np.array([*numbers, 1.0 if prior is None else prior.variance], dtype))
+    variance, bias_rate = 1.0 if prior is None else prior.variance, optimizer.for_biases().scalars(t)[0]
+    return Rule(optimizer.kind, mode, *np.array([*numbers, variance, bias_rate], dtype))
 
 
 def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:

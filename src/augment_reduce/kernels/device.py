@@ -165,7 +165,8 @@ def push_pairs(
         sum_shares = sum_shares * prior.inverse_counts.to(weight.device)[entries % max(1, D)]
     step_on_entries(parameters, entries, sums, sum_shares, optimizer, t, prior)
     touched, sums, sum_shares = merged(own.reshape(-1), g.reshape(-1), None if s is None else s.reshape(-1))
-    step_on(parameters.bias, parameters.bias_state, touched, sums, scaled(sum_shares, prior), optimizer, t, prior)
+    of_bias = scaled(sum_shares, prior)
+    step_on(parameters.bias, parameters.bias_state, touched, sums, of_bias, optimizer.for_biases(), t, prior)
 
 
 def merged(key: Tensor, g: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,4 +287,4 @@ def _push_tile(
         weight[at] = entries
         for s, new in zip(parameters.weight_state, states, strict=True):
             s[k if optimizer.rowwise else at] = new
-        step_on(bias, parameters.bias_state, k, g_bias, c_bias, optimizer, t, prior)
+        step_on(bias, parameters.bias_state, k, g_bias, c_bias, optimizer.for_biases(), t, prior)

@@ -75,12 +75,12 @@ def push_pairs(
         s_pair = share.reshape(-1)
         c.index_add_(0, slot, s_pair[:, None] * (x[pair_row] != 0)).mul_(prior.inverse_counts)
         c_bias.index_add_(0, slot, s_pair).mul_(prior.inverse_rows)
-    for value, gradient, prior_share, states in (
-        (weight, g, c, parameters.weight_state),
-        (bias, g_bias, c_bias, parameters.bias_state),
+    for value, gradient, prior_share, states, rule in (
+        (weight, g, c, parameters.weight_state, optimizer),
+        (bias, g_bias, c_bias, parameters.bias_state, optimizer.for_biases()),
     ):
         entries, entry_states = value[touched], [s[touched] for s in states]
-        optimizer.apply(entries, gradient, prior_share, entry_states, t, prior)
+        rule.apply(entries, gradient, prior_share, entry_states, t, prior)
         value[touched] = entries
         for s, new in zip(states, entry_states, strict=True):
             s[touched] = new

@@ -30,12 +30,30 @@ class SparseRows:
     def n_rows(self) -> int:
         return len(self.indptr) - 1
 
-    def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
-        """The rows as a (B, D) tensor: for the reference kernels and for tests, never for training."""
+    @property
+    def n_nonzero(self) -> int:
+        return len(self.values)
+
+    def some(self, rows: np.ndarray) -> sp.csr_matrix:
         matrix = sp.csr_matrix(
             (self.values, self.indices, self.indptr), shape=(self.n_rows, self.n_features), copy=False
         )
-        return torch.tensor(matrix[rows].toarray(), dtype=dtype)
+        return matrix[rows]
+
+    def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
+        """The rows as a (B, D) tensor: for the reference kernels and for tests, never for training."""
+        return torch.tensor(self.some(rows).toarray(), dtype=dtype)
+
+    def agreement(self, rows: np.ndarray, weight: np.ndarray | None = None) -> float:
+        """sum_d E[sign x_d] E[x_d]: what a step that moves the weights of one row by 1, each the way its feature
+        points, does to the score of another, on average. Of at most ten thousand rows."""
+        rows, of_row = some_of(rows), weights_of(some_of(rows), weight)
+        x = self.some(rows)
+        known = (x.indices >= 0) & (x.indices < self.n_features)  # others are told of when a step loads them
+        at, value = x.indices[known], x.data[known].astype(np.float64)
+        share = np.repeat(of_row, np.diff(x.indptr))[known]
+        sign, total = (np.bincount(at, share * part, self.n_features) for part in (np.sign(value), value))
+        return float(sign @ total)
 
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         """In how many rows (of these, each once) every feature is non-zero."""
@@ -61,8 +79,21 @@ class DenseRows:
     def n_features(self) -> int:
         return self.values.shape[1]
 
+    @property
+    def n_nonzero(self) -> int:
+        return int(np.count_nonzero(self.values))
+
     def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.tensor(self.values[rows], dtype=dtype)
+
+    def agreement(self, rows: np.ndarray, weight: np.ndarray | None = None) -> float:
+        rows, of_row = some_of(rows), weights_of(some_of(rows), weight)
+        sign, total = np.zeros(self.n_features), np.zeros(self.n_features)
+        for start in range(0, len(rows), BLOCK_OF_ROWS):
+            part = slice(start, start + BLOCK_OF_ROWS)
+            x = self.values[rows[part]].astype(np.float64)
+            sign, total = sign + of_row[part] @ np.sign(x), total + of_row[part] @ x
+        return float(sign @ total)
 
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         if rows is None or len(rows) == self.n_rows:
@@ -71,6 +102,17 @@ class DenseRows:
         for start in range(0, len(rows), BLOCK_OF_ROWS):  # a few at a time: they are copied
             counts += np.count_nonzero(self.values[rows[start : start + BLOCK_OF_ROWS]], axis=0)
         return counts
+
+
+def some_of(rows: np.ndarray) -> np.ndarray:
+    """Ten thousand of them, evenly."""
+    return rows[np.linspace(0, len(rows) - 1, 10_000).astype(np.int64)] if len(rows) > 10_000 else rows
+
+
+def weights_of(rows: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+    """What each row counts for, one in all."""
+    of_row = np.ones(len(rows)) if weight is None else weight[rows].astype(np.float64)
+    return of_row / of_row.sum()
 
 
 Rows = SparseRows | DenseRows
