@@ -94,6 +94,61 @@ def test_ranked_as_by_hand(n_own, per_feature, threads, monkeypatch):
         assert (own[b, len(expected) :] == y[n]).all()
 
 
+def test_rows_that_differ_in_their_labels_alone_are_found():
+    """Whatever the order of their features, and zeros that are written down; not where a value differs."""
+    indptr = np.array([0, 2, 4, 7, 9, 9, 9, 11, 13, 15])
+    indices = np.array([3, 5, 5, 3, 3, 4, 5, 3, 5, 1, 2, 1, 2, 3, 5])
+    values = np.array([1.0, 2.0, 2.0, 1.0, 1.0, 0.0, 2.0, 1.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
+    labels = np.array([7, 4, 7, 9, 1, 2, 6, 6, 0])
+    same = _cpu_pointers.twins((indptr, indices, values), np.arange(8), labels[:8])
+    found = [set(same.labels[same.start[g] : same.start[g + 1]]) if g >= 0 else set() for g in same.group]
+    #        the same three times, another value, two without any, two of one label, one that is not trained on
+    assert found == [{4, 7}, {4, 7}, {4, 7}, set(), set(), set(), set(), set(), set()]
+    assert sorted(same.share) == pytest.approx([1 / 3, 2 / 3])
+    assert same.most == 2
+    assert _cpu_pointers.twins((indptr, indices, values), np.empty(0, np.int64), np.empty(0, np.int64)).most == 0
+
+
+@pytest.mark.parametrize("n_own", [2, 12])
+def test_labels_of_the_same_features_come_first(n_own):
+    """Those for which n / sqrt(n_k) is largest, where there is no room; then what the features point at, once each."""
+    rng = np.random.default_rng(0)
+    X, y = data(n_features=12)
+    X = sparse.csr_matrix(X[rng.integers(0, 60, 300)])
+    sampler, n = studied(X, y, n_own=n_own, per_feature=30), np.bincount(y, minlength=30)
+    rows = rng.permutation(300)[:90]
+    own, without = sampler.own(minibatch(X, y, rows), 8), sampler._same
+    sampler._same = _cpu_pointers.Twins.none()
+    by_features = sampler.own(minibatch(X, y, rows), 8)
+    assert without.most > 2
+    dense = X.toarray()
+    for b, row in enumerate(rows):
+        same = np.unique(y[(dense == dense[row]).all(1)])
+        rivals = [k for k in same if k != y[row] and not sampler.certain(8)[k]]
+        rivals = rivals if dense[row].any() else []
+        first = own[b, : len(rivals)]
+        points = {k: np.sum(y[(dense == dense[row]).all(1)] == k) / np.sqrt(n[k]) for k in rivals}
+        best = sorted(points.values(), reverse=True)[: len(first)]
+        np.testing.assert_allclose([points[k] for k in first], best, rtol=1e-12)
+        others = [k for k in by_features[b] if k not in first]
+        assert own[b, len(rivals) :].tolist()[: len(others)] == others[: n_own - len(rivals)] or len(rivals) > n_own
+
+
+def test_the_surest_rival_leaves_no_gap_however_common_its_features():
+    """Each row twice, with two rare labels, all of its features in a hundred other rows: lists of one forget them."""
+    rng = np.random.default_rng(0)
+    which = np.stack([rng.permutation(6)[:3] for _ in range(150)]) + 6 * np.arange(150)[:, None] % 12
+    once = sparse.csr_matrix((rng.random(450) + 0.5, (np.arange(150).repeat(3), which.reshape(-1))), shape=(150, 12))
+    X, y = sparse.vstack([once, once], format="csr"), rng.permutation(300)
+    settings = {"n_sampled_classes": 8, "max_epochs": 40, "prior_variance": 1e3, "random_state": 0}
+    clf = AugmentReduceClassifier(class_sampling=FeaturePointed(n_own=1, per_feature=1), **settings).fit(X, y)
+    gaps = clf.history_["bound_gap"][~np.isnan(clf.history_["bound_gap"])]
+    alone = AugmentReduceClassifier(class_sampling=FeaturePointed(n_own=1, per_feature=1), **settings)
+    X.data[:450] += 1e-3 * rng.random(450)  # now no two rows are the same
+    without = alone.fit(X, y).history_["bound_gap"]
+    assert gaps[-1] < 0.5 * without[~np.isnan(without)][-1]
+
+
 def test_a_class_that_is_shared_and_own_counts_once():
     own, shared = np.array([[3, 7], [5, 5], [0, 1]]), np.array([7, 2, 5, 7, 3])
     mask, last = np.zeros((3, 5), np.bool_), np.full(8, -1, np.int32)
@@ -116,7 +171,7 @@ def test_own_classes_are_certain_in_both_halves():
         assert not own & {(b, k) for k in shared}
 
 
-def twins(n_rows=600, n_classes=240, seed=0):
+def one_of_two(n_rows=600, n_classes=240, seed=0):
     """Two labels for every feature, half of the rows each, none frequent: the other one is all a row has to fear."""
     rng = np.random.default_rng(seed)
     feature = rng.integers(0, n_classes // 2, n_rows)
@@ -126,7 +181,7 @@ def twins(n_rows=600, n_classes=240, seed=0):
 
 def test_the_bound_is_tight_where_features_know_the_rival():
     """The gap, all classes summed, that eight of 240 shared classes leave: with and without the classes pointed at."""
-    X, y = twins()
+    X, y = one_of_two()
     settings = {"n_sampled_classes": 8, "max_epochs": 30, "prior_variance": 100.0, "random_state": 0}
     gaps = {}
     for name in ("head-tail-shared", "pointed-shared"):
@@ -136,7 +191,7 @@ def test_the_bound_is_tight_where_features_know_the_rival():
 
 
 def test_a_stream_goes_on_counting():
-    X, y = twins()
+    X, y = one_of_two()
     clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, random_state=0)
     for begin in range(0, 600, 200):
         clf.partial_fit(X[begin : begin + 200], y[begin : begin + 200], classes=np.arange(240))
@@ -146,7 +201,7 @@ def test_a_stream_goes_on_counting():
 
 
 def test_an_index_beyond_the_features_is_told_before_anything_is_written():
-    X, y = twins()
+    X, y = one_of_two()
     X.indices[17] = 2_000_000_000
     clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, prior_variance=None)
     with pytest.raises(ValueError, match=r"feature indices in \[0, n_features=120\), found 2000000000"):
@@ -154,7 +209,7 @@ def test_an_index_beyond_the_features_is_told_before_anything_is_written():
 
 
 def test_a_part_of_a_stream_without_features_forgets_nothing():
-    X, y = twins()
+    X, y = one_of_two()
     clf = AugmentReduceClassifier(n_sampled_classes=8, class_sampling="pointed-shared", random_state=0)
     clf.partial_fit(X, y, classes=np.arange(240))
     clf.set_params(class_sampling="head-tail-shared").partial_fit(sparse.csr_matrix((2, 120)), y[:2])
@@ -166,12 +221,13 @@ def test_a_row_with_many_features_needs_no_more_room_than_there_are_classes():
     X = sparse.csr_matrix(np.ones((1, 4000)))
     lists = np.tile(np.arange(3, dtype=np.int32), (4000, 1)), np.ones((4000, 3), np.float32), np.ones(4000)
     csr, certain = (X.indptr, X.indices, X.data), np.zeros(3, np.bool_)
-    own = _cpu_pointers.pointed(csr, np.array([0]), np.array([1]), certain, lists, np.array([1.0, 1.0, 2.0]), 4)
+    same, weight = _cpu_pointers.twins(csr, np.array([0]), np.array([1])), np.array([1.0, 1.0, 2.0])
+    own = _cpu_pointers.pointed(csr, np.array([0]), np.array([1]), certain, lists, same, weight, 4)
     assert own.tolist() == [[2, 0, 1, 1]]
 
 
 def test_dense_rows_are_refused_and_so_is_nothing_of_its_own():
-    X, y = twins()
+    X, y = one_of_two()
     clf = AugmentReduceClassifier(class_sampling="pointed-shared", n_sampled_classes=8, max_iter=3)
     with pytest.raises(ValueError, match=r"expects sparse rows.*dense array.*'head-tail-shared'"):
         clf.fit(X.toarray(), y)

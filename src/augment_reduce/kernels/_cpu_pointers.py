@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from ._cpu_math import _bits_of_number
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
 
 NOBODY = -1
+NO_FEATURES = 0  # the hash of none
+BEFORE_ALL = 1e9  # times the points of a class that came with the very same features
 
 
 @njit(cache=True, **OPTIONS)
@@ -43,6 +46,57 @@ def tally(
             counts[d, rarest] += 1
 
 
+@njit(cache=True, **OPTIONS)
+def hash_rows(indptr: Array, indices: Array, values: Array, rows: Array, out: Array) -> None:
+    """out[i]: 64 bits of the features that rows[i] has, and of their values, in whatever order."""
+    for i in range(rows.shape[0]):
+        h = np.uint64(NO_FEATURES)
+        for q in range(indptr[rows[i]], indptr[rows[i] + 1]):
+            if values[q] == 0:
+                continue
+            z = np.uint64(indices[q]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_bits_of_number(values[q]))
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            h += z ^ (z >> np.uint64(31))
+        out[i] = h
+
+
+class Twins(NamedTuple):
+    """Rows that have the same features, at least one, and several labels."""
+
+    group: Array  # of each row of X; NOBODY: none
+    start: Array
+    labels: Array  # of group g: labels[start[g]:start[g + 1]], each once
+    share: Array  # of the group's rows that have this label
+    most: int  # labels of a group
+
+    @classmethod
+    def none(cls) -> Twins:
+        return cls(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0), 0)
+
+
+def twins(csr: tuple[Array, Array, Array], rows: Array, labels: Array) -> Twins:
+    """Found by a hash of their features. Should two of these collide, a row has classes that say nothing: no harm."""
+    hashes = np.empty(len(rows), np.uint64)
+    hash_rows(*csr, rows, hashes)
+    group = np.unique(hashes, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((labels, group))
+    g, k = group[order], labels[order]
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (g[1:] != g[:-1]) | (k[1:] != k[:-1])
+    n_labels, size = np.bincount(g[new], minlength=len(rows)), np.bincount(g, minlength=len(rows))
+    several = n_labels > 1
+    several[group[hashes == NO_FEATURES]] = False
+    number = np.where(several, np.cumsum(several) - 1, NOBODY)
+    of_row = np.full(len(csr[0]) - 1, NOBODY, np.int64)
+    of_row[rows] = number[group]
+    start = np.concatenate([[0], np.cumsum(n_labels[several])])
+    first = np.flatnonzero(new)
+    share = np.diff(np.append(first, len(order))) / size[g[first]]
+    kept = several[g[first]]
+    return Twins(of_row, start, k[first[kept]], share[kept], int(n_labels[several].max(initial=0)))
+
+
 @njit(**OPTIONS)
 def _place(k: int, keys: Array, mask: Any) -> Any:
     """Where class k stands in the table, or where it would."""
@@ -55,16 +109,26 @@ def _place(k: int, keys: Array, mask: Any) -> Any:
 @njit(cache=True, **OPTIONS)
 def point(
     lo: int, hi: int, indptr: Array, indices: Array, values: Array, rows: Array, labels: Array, certain: Array,
-    classes: Array, counts: Array, seen: Array, weight: Array, out: Array, keys: Array, sums: Array, places: Array,
+    classes: Array, counts: Array, seen: Array, group: Array, start: Array, twin: Array, share: Array, weight: Array,
+    out: Array, keys: Array, sums: Array, places: Array,
 ) -> None:  # fmt: skip
     """out (B, P): the classes of largest sum_d counts[d, k] / seen[d] weight[k], not the label, nor a certain one.
 
-    Rows that are pointed at fewer get their label for the rest. `keys` (class + 1; zero between calls) and `sums` are a
-    hash table with room for twice what a row may meet; `places` says where it was written.
+    The labels of rows with the same features (`twins`) come before all others, by their share times weight. Rows that
+    fewer point at get their label for the rest. `keys` (class + 1; zero between calls) and `sums` are a hash table with
+    room for twice what a row may meet; `places` says where it was written.
     """
     P, mask = out.shape[1], np.uint64(keys.shape[0] - 1)
     for b in range(lo, hi):
         n, label = 0, labels[b]
+        g = group[rows[b]] if rows[b] < group.shape[0] else NOBODY
+        begin, end = (start[g], start[g + 1]) if g != NOBODY else (0, 0)
+        for i in range(begin, end):
+            k = twin[i]
+            if k != label and not certain[k]:
+                at = _place(k, keys, mask)
+                keys[at], sums[at], places[n] = k + 1, BEFORE_ALL * share[i] * weight[k], at
+                n += 1
         for q in range(indptr[rows[b]], indptr[rows[b] + 1]):
             d = indices[q]
             if values[q] == 0 or seen[d] == 0:
@@ -124,20 +188,20 @@ def meet(own: Array, shared: Array, mask: Array, last: Array, before: Array) -> 
 
 def pointed(
     csr: tuple[Array, Array, Array], rows: Array, labels: Array, certain: Array, lists: tuple[Array, Array, Array],
-    weight: Array, n: int,
+    same: Twins, weight: Array, n: int,
 ) -> Array:  # fmt: skip
-    """(B, n): see `point`; `lists` are classes, counts and seen of `tally`."""
+    """(B, n): see `point`; `lists` are classes, counts and seen of `tally`, `same` what `twins` found."""
     out = np.empty((len(rows), n), np.int64)
     if not out.size:
         return out
     indptr, M = csr[0], lists[0].shape[1]
     lengths = indptr[rows + 1] - indptr[rows]
-    most = max(1, min(int(lengths.max()) * M, len(certain)))  # different classes that a row may meet
+    most = max(1, min(int(lengths.max()) * M + same.most, len(certain)))  # different classes that a row may meet
     cuts = split(len(rows), lambda: lengths * M * 4 + n)
     size = 1 << (2 * most).bit_length()
     kinds = (("pointed", size, np.int64), ("points", size, np.float64), ("places", most, np.int64))
     n_parts = len(cuts) - 1
     arrays = [WORK.array(name, n_parts * each, kind).reshape(n_parts, each) for name, each, kind in kinds]
     scratch = list(zip(*arrays, strict=True))
-    run(point, cuts, (*csr, rows, labels, certain, *lists, weight, out), scratch)
+    run(point, cuts, (*csr, rows, labels, certain, *lists, *same[:4], weight, out), scratch)
     return out

@@ -24,6 +24,9 @@ class FeaturePointed(HeadAndTail):
     their counts (Space-Saving), O(D) numbers and one pass over the non-zeros. sqrt(n_k) gives room to classes that the
     shared sample meets rarely. Head classes, which are there anyway, are not listed.
 
+    Where rows come several times with different labels (every label of a document an example) the other labels come
+    first: nothing is a surer rival than what was right for the very same features, however rare.
+
     The own classes of a row depend on its features and on the training labels alone, not on the draw: with weight 1 for
     them, and the shared classes for what they leave, every row's sum stays unbiased.
     """
@@ -45,6 +48,7 @@ class FeaturePointed(HeadAndTail):
         self.counts = np.empty((0, self.per_feature), np.float32)
         self.seen = np.empty(0, np.float64)  # (D,) rows that have the feature
         self._knows_rows = False
+        self._same: Any = None  # rows that differ in their labels alone
 
     def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
         self._forget()
@@ -54,7 +58,7 @@ class FeaturePointed(HeadAndTail):
         return super().bind(class_counts, draw_without_replacement)
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        return n_features * (8 * self.per_feature + 8)
+        return n_features * (8 * self.per_feature + 8) + 16 * n_rows
 
     def kept(self) -> dict[str, Tensor]:
         return {name: torch.from_numpy(getattr(self, name)) for name in ("listed", "counts", "seen")}
@@ -65,25 +69,27 @@ class FeaturePointed(HeadAndTail):
             self._knows_rows = same_rows and len(self.listed) > 0
 
     def warm_up(self, X: Any) -> None:
-        from ..kernels._cpu_pointers import tally
+        from ..kernels._cpu_pointers import tally, twins
 
         X, nobody = sparse(X), np.empty(0, np.int64)
+        twins((X.indptr, X.indices, X.values), nobody, nobody)
         lists = np.empty((0, self.per_feature), np.int32), np.empty((0, self.per_feature), np.float32), np.empty(0)
         tally(X.indptr, X.indices, X.values, nobody, nobody, np.empty(0, np.bool_), *lists)
 
     def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
         from ..kernels._cpu_batch import check_features
-        from ..kernels._cpu_pointers import NOBODY, tally
+        from ..kernels._cpu_pointers import NOBODY, tally, twins
 
         X = sparse(X)
         check_features(X)  # before any step has loaded, and looked at, the rows
+        labels = np.ascontiguousarray(labels, np.int64)
+        self._same = twins((X.indptr, X.indices, X.values), rows, labels)
         if self._knows_rows:
             return
         if len(self.listed) != X.n_features:
             self.listed = np.full((X.n_features, self.per_feature), NOBODY, np.int32)
             self.counts = np.zeros((X.n_features, self.per_feature), np.float32)
             self.seen = np.zeros(X.n_features)
-        labels = np.ascontiguousarray(labels, np.int64)
         tally(
             X.indptr, X.indices, X.values, rows, labels, self.certain(size), self.listed, self.counts, self.seen
         )  # fmt: skip
@@ -111,14 +117,14 @@ class FeaturePointed(HeadAndTail):
         from ..kernels._cpu_pointers import pointed
 
         X, labels = sparse(minibatch.X), minibatch.labels.numpy()
-        if len(self.listed) != X.n_features:
+        if self._same is None or len(self.listed) != X.n_features:
             raise ValueError(
                 f"Expected rows of {len(self.listed)} features, as it has studied, found rows of {X.n_features}. "
                 "Call `study` with the training rows first."
             )
         lists = self.listed, self.counts, self.seen
         csr = X.indptr, X.indices, X.values
-        return pointed(csr, minibatch.rows, labels, self.certain(size), lists, self._weight, self.n_own)
+        return pointed(csr, minibatch.rows, labels, self.certain(size), lists, self._same, self._weight, self.n_own)
 
     def _with_own(self, sampled: Sampled, minibatch: Minibatch, size: int) -> Sampled:
         from ..kernels._cpu_pointers import meet
