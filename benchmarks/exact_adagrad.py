@@ -5,10 +5,10 @@
     python benchmarks/exact_adagrad.py --tiny
 
 `exact_bar.py` goes to the maximum of the posterior; this stops on the way, as people do. Softmax in closed form, probit
-and logistic by quadrature of eq. (5), gradient and likelihood alike: no bound anywhere. Rate, decay and eps are the
-rules of `defaults.py`. The log likelihood of a tenth of the training rows (of packages, for debian-deps), held out, is
-looked at after every epoch; then all training rows are fitted with the best variance for the best number of epochs, and
-the test rows are looked at then, and at the epochs of --looks on the way.
+and logistic by quadrature of eq. (5), gradient and likelihood alike: no bound anywhere. Rate, decay, eps and the speed
+of the biases are the rules of `defaults.py`. The log likelihood of a tenth of the training rows (of packages, for
+debian-deps), held out, is looked at after every epoch; then all training rows are fitted with the best variance for the
+best number of epochs, and the test rows are looked at then, and at the epochs of --looks on the way.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from augment_reduce import quadrature
 from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, default_prior_variance
+from augment_reduce.kernels.rows import as_rows
 from augment_reduce.noise import Noise, resolve_noise
 
 FIELDS = ("dataset", "model", "v", "epochs", "rows", "log_likelihood", "accuracy", "seconds", "device", "torch")
@@ -42,7 +43,8 @@ class Pairs:
         of_row = np.bincount(coo.row, minlength=part.X.shape[0]).astype(np.float64)
         self.counts = np.asarray((sp.diags(of_row) @ (self.X != 0)).sum(0)).ravel()  # pairs that have a feature
         n_nonzero = int((np.diff(self.X.indptr) * of_row).sum())
-        self.shape = Shape(len(self.row), part.X.shape[1], part.labels.shape[1], n_nonzero)
+        agreement = as_rows(self.X).agreement(np.arange(self.X.shape[0]), of_row)
+        self.shape = Shape(len(self.row), part.X.shape[1], part.labels.shape[1], n_nonzero, agreement=agreement)
 
     def minibatch(self, pairs: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (B, F) over the features at hand, labels (B,), those features, and the share of the prior of each."""
@@ -66,9 +68,9 @@ class Model:
         self.weight, self.sums = (torch.zeros(D, K, device=pairs.device) for _ in range(2))
         self.bias, self.bias_sums = (torch.zeros(K, device=pairs.device) for _ in range(2))
 
-    def move(self, w: Tensor, g: Tensor, s: Tensor, share: Tensor | float) -> tuple[Tensor, Tensor]:
+    def move(self, w: Tensor, g: Tensor, s: Tensor, share: Tensor | float, scale: float) -> tuple[Tensor, Tensor]:
         s = s + g * g
-        h = self.rule.rate(self.t) / (s.sqrt() + self.rule.eps)
+        h = scale * self.rule.rate(self.t) / (s.sqrt() + self.rule.eps)
         return (w + h * g) / (1.0 + h * share / self.v), s
 
     def by_scores(self, psi: Tensor, label: Tensor) -> Tensor:
@@ -97,9 +99,10 @@ class Model:
             x, label, features, share = self.pairs.minibatch(order[begin : begin + self.batch_size])
             old = self.weight[features]
             off = self.by_scores(torch.addmm(self.bias, x, old), label) * (len(order) / len(label))
-            moved, sums = self.move(old, x.T @ off, self.sums[features], share[:, None])
+            moved, sums = self.move(old, x.T @ off, self.sums[features], share[:, None], 1.0)
             self.weight[features], self.sums[features] = moved, sums
-            self.bias, self.bias_sums = self.move(self.bias, off.sum(0), self.bias_sums, 1.0)
+            c = self.rule.bias_scale
+            self.bias, self.bias_sums = self.move(self.bias, off.sum(0), self.bias_sums, 1.0 / c**2, c)
 
 
 def run(name: str, noise: Noise, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:

@@ -277,10 +277,10 @@ def test_exact_steps_with_all_rows_are_those_of_the_estimator(benchmark_named):
     for name in ("softmax", "probit"):
         model = module.Model(module.Pairs(part, torch.device("cpu")), module.resolve_noise(name), v=0.3)
         model.batch_size = 30
-        model.rule = Adagrad(0.4, 0.7)
+        model.rule = Adagrad(0.4, 0.7, bias_scale=2.3)
         model.epoch(np.random.default_rng(0))
         clf = AugmentReduceClassifier(
-            name, method="exact", optimizer=Adagrad(0.4, 0.7), prior_variance=0.3, batch_size=30, max_iter=1
+            name, method="exact", optimizer=model.rule, prior_variance=0.3, batch_size=30, max_iter=1
         ).fit(X, y)
         np.testing.assert_allclose(model.weight.T.numpy(), clf.coef_, rtol=2e-4, atol=1e-6)
         np.testing.assert_allclose(model.bias.numpy(), clf.intercept_, rtol=2e-4, atol=1e-6)
