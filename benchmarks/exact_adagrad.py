@@ -30,7 +30,9 @@ from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, 
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.noise import Noise, resolve_noise
 
-FIELDS = ("dataset", "model", "v", "epochs", "rows", "log_likelihood", "accuracy", "seconds", "device", "torch")
+FIELDS = (
+    "dataset", "model", "v", "epochs", "rows", "log_likelihood", "accuracy", "seconds", "device", "torch", "bias_scale",
+)  # fmt: skip
 
 
 class Pairs:
@@ -134,6 +136,7 @@ def run(name: str, noise: Noise, args: argparse.Namespace, device: torch.device)
                 f"{seconds:.1f}",
                 device,
                 torch.__version__,
+                f"{model.rule.bias_scale:.3g}",
             )
             rows.append({key: str(item) for key, item in zip(FIELDS, values, strict=True)})
             print(*values, flush=True)

@@ -1,8 +1,13 @@
 """The compiled twins of the E steps and of the whole step make the numbers of the torch operations they stand for."""
 
 import gc
+import os
+import subprocess
+import sys
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -12,7 +17,7 @@ import torch
 
 from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
-from augment_reduce.kernels import _cpu_team, _cpu_work, compiled, cpu, reference
+from augment_reduce.kernels import _cpu_meet, _cpu_team, _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels._cpu_team import Team
 from augment_reduce.kernels.rows import as_rows
@@ -239,19 +244,18 @@ def fit_with_team(**settings):
     return AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 60).coef_
 
 
-def test_more_threads_than_the_pool_has_and_fits_side_by_side(monkeypatch):
+def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
     """A team takes no more threads than can run at once; a second one, meanwhile, is one thread; same numbers."""
     used, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
     expected = fit_with_team(n_jobs=1)
-    with ThreadPoolExecutor(1) as narrow:
-        monkeypatch.setattr(_cpu_team, "pool", lambda: narrow)
-        monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 4)
-        assert np.array_equal(fit_with_team(), expected)
-        assert set(used) == {2}
-        with ThreadPoolExecutor(3) as fits:
-            for found in [fits.submit(fit_with_team) for _ in range(3)]:
-                assert np.array_equal(found.result(timeout=60), expected)
+    monkeypatch.setattr(_cpu_team.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 4)
+    assert np.array_equal(fit_with_team(), expected)
+    assert set(used) == {3}
+    with ThreadPoolExecutor(3) as fits:
+        for found in [fits.submit(fit_with_team) for _ in range(3)]:
+            assert np.array_equal(found.result(timeout=60), expected)
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
@@ -272,6 +276,43 @@ def test_nobody_waits_for_a_thread_that_has_left(who, monkeypatch):
     monkeypatch.setattr(_cpu_team, "team_step", team_step)
     assert np.array_equal(fit_with_team(), expected)
     assert not _cpu_team.PLACES.locked()
+
+
+def test_a_helper_works_awake_and_asleep_and_keeps_nothing(monkeypatch):
+    """Asked at once, it is awake; asked later, it was asleep. What it was given is gone when it has answered."""
+    monkeypatch.setattr(_cpu_meet, "AWAKE", 50)
+    helper = _cpu_meet.Helper()
+    for pause in (0.0, 0.0, 0.05, 0.0, 0.05):
+        time.sleep(pause)
+        assert helper.asleep or not pause
+        load = np.arange(3)
+        kept = weakref.ref(load)
+        helper.start(lambda given=load: int(given.sum()))
+        assert helper.wait() == 3
+        del load
+        assert kept() is None
+    helper.start(lambda: [][1])
+    assert isinstance(helper.wait(), IndexError)
+    helper.start(lambda: 7)
+    assert helper.wait() == 7
+
+
+FORKED = """
+import os, numpy as np, test_compiled as t
+t._cpu_team.numba.get_num_threads = lambda: 2
+before = t.fit_with_team()
+child = os.fork()
+if not child:
+    os._exit(0 if np.array_equal(t.fit_with_team(), before) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_has_helpers_of_its_own():
+    """Those of its parent are not there, and it must not wait for them. (Torch's own threads it would wait for.)"""
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", FORKED], cwd=Path(__file__).parent, env=alone, timeout=100, check=True)
 
 
 def test_what_has_no_twin_is_left_to_the_step(monkeypatch):

@@ -102,8 +102,10 @@ def test_the_first_step_is_measured_in_noise_over_the_root_of_the_nonzeros():
         variance = {"softmax": math.pi**2 / 6, "probit": 1.0, "logistic": math.pi**2 / 3}[name]
         optimizer = resolve(NOTHING_SET, noise(), BIBTEX, torch.float32).optimizer
         assert optimizer.learning_rate == pytest.approx(1.1 * variance / math.sqrt(68))
-        share = 0.2 if name == "probit" else 1.0
-        assert default_prior_variance(noise(), BIBTEX) == pytest.approx(4_880 / 15_000 * share)
+        of_bibtex = {"softmax": 4_880 / 15_000, "probit": 0.06, "logistic": 0.3}[name]
+        of_omniglot = 25_968 / 15_000 * {"softmax": 1.0, "probit": 0.1, "logistic": 0.5}[name]
+        assert default_prior_variance(noise(), BIBTEX) == pytest.approx(of_bibtex)
+        assert default_prior_variance(noise(), OMNIGLOT) == pytest.approx(of_omniglot)
     assert settings(BIBTEX, learning_rate=0.7).optimizer.learning_rate == 0.7
 
 

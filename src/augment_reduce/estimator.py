@@ -52,7 +52,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         Rows a step, and how many steps, or passes over the data (set one of the two).
     prior_variance : "auto", float or None
         Variance v of a Gaussian prior on weights and biases (of biases times the square of the optimiser's bias_scale).
-        "auto" goes by the rows (0.2 to 3, for probit a fifth of that: docs/defaults.md), and is none with a preset;
+        "auto" goes by the rows (softmax 0.2 to 3, others less: docs/defaults.md), and is none with a preset;
         None is maximum likelihood.
     optimizer, learning_rate : optional
         "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.

@@ -17,20 +17,20 @@ from ._cpu_push import push_biases, push_groups, push_rows
 from ._cpu_scores import pairs_dense, pairs_sparse, score_rows
 from ._cpu_types import OPTIONS, Array
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
 
 
 @njit(**OPTIONS)
-def _draw(seed: int, n_classes: int, labels: Array, pairs: Array, table: Array) -> None:
-    """pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement."""
-    B, S = pairs.shape[0], pairs.shape[1] - 1
-    u, classes = np.empty((B, S)), np.empty((B, S), np.int64)
-    splitmix(seed, u.reshape(-1))
-    floyd(0, B, u, n_classes - 1, labels, classes, table)
-    for b in range(B):
+def draw_rows(lo: int, hi: int, seed: int, n_classes: int, labels: Array, u: Array, pairs: Array, table: Array) -> None:
+    """For rows lo..hi: pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement.
+
+    `u` (B, S) is for random numbers; number i of splitmix depends on the seed and i alone.
+    """
+    splitmix(np.uint64(seed) + GOLDEN * np.uint64(lo * u.shape[1]), u[lo:hi].reshape(-1))
+    floyd(lo, hi, u, n_classes - 1, labels, pairs[:, 1:], table)
+    for b in range(lo, hi):
         pairs[b, 0] = labels[b]
-        for s in range(S):
-            pairs[b, 1 + s] = classes[b, s]
 
 
 @njit(**OPTIONS)
@@ -49,30 +49,35 @@ def draw_and_group(
     how: int, seed: int, sorting: tuple, n_classes: int, labels: Array, table: Array, pairs: Array
 ) -> tuple:
     """The classes of every row, and their pairs by class where that is how to go through them."""
-    _draw(seed, n_classes, labels, pairs, table)
+    u = np.empty((pairs.shape[0], pairs.shape[1] - 1))
+    draw_rows(0, pairs.shape[0], seed, n_classes, labels, u, pairs, table)
     return _group(pairs if how == GROUPS else pairs[:0], n_classes, sorting[0], sorting[1])
 
 
-@njit(cache=True, **OPTIONS)
-def from_scores_to_gradients(
-    psi: Array, rows: Array, log_weight: Array, omega: Array, model: int, state: tuple, step: tuple, flags: tuple,
+@njit(**OPTIONS)
+def all_finite(psi: Array) -> bool:
+    """By their sum, as a rule; finite scores can have one that is not."""
+    return np.isfinite(psi.sum()) or np.isfinite(psi).all()
+
+
+@njit(**OPTIONS)
+def gradients(
+    lo: int, hi: int, psi: Array, rows: Array, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple,
     u: Array, scales: Array, each: int, bound: Array, grads: Array,
 ) -> int:  # fmt: skip
-    """E and M step: derivatives by all scores in `grads`; how often the floor acted, or -1 where a score is not finite
-    and nothing was touched."""
-    B, S, total, hits = psi.shape[0], psi.shape[1] - 1, 0.0, 0
+    """E and M step of rows lo..hi: derivatives by all scores in `grads`; returns how often the floor acted."""
+    B, S, hits = hi - lo, psi.shape[1] - 1, 0
     gap, grad = np.empty((B, S), psi.dtype), np.empty((B, S), psi.dtype)
     for b in range(B):
         for s in range(S):
-            gap[b, s] = psi[b, 1 + s] - psi[b, 0]
-            total += gap[b, s]
-    if not np.isfinite(total) and not np.isfinite(psi).all():
-        return -1
+            gap[b, s] = psi[lo + b, 1 + s] - psi[lo + b, 0]
+    own_bound = bound[lo:hi] if bound.shape[0] > 0 else bound
     if model == SOFTMAX:
-        hits = e_and_m((state[0], state[2]), rows, gap, log_weight, 0, step, flags, bound, grad)
+        hits = e_and_m((state[0], state[2]), rows[lo:hi], gap, weigh[0], 0, step, flags, own_bound, grad)
     else:
-        draw_e_and_m(model, state, rows, gap, omega, 0, step, flags, u, bound, grad)
-    with_label(grad, scales, each, grads)
+        draws = np.ascontiguousarray(u[:, lo:hi])
+        draw_e_and_m(model, state, rows[lo:hi], gap, weigh[1], 0, step, flags, draws, own_bound, grad)
+    with_label(grad, scales[lo * each :], each, grads[lo:hi])
     return hits
 
 
@@ -82,10 +87,9 @@ def whole_step(
     rule: tuple, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple, u: Array, scales: Array, each: int,
     share: Array, scratch: tuple, bound: Array,
 ) -> int:  # fmt: skip
-    """The step on one thread; returns what `from_scores_to_gradients` does."""
+    """The step on one thread; returns how often the floor acted, or -1, nothing moved, where a score is not finite."""
     weight, bias, (few, sums, touched, bias_g, bias_c, table, sink) = arrays[0], arrays[3], scratch
-    log_weight, omega, S = weigh
-    B = rows.shape[0]
+    B, S = rows.shape[0], weigh[2]
     pairs, psi, grads = (
         np.empty((B, 1 + S), np.int64),
         np.empty((B, 1 + S), bias.dtype),
@@ -102,11 +106,9 @@ def whole_step(
         pairs_dense(0, len(groups[0]), groups, x, weight, bias, psi.reshape(-1))
     else:
         pairs_sparse(0, len(groups[0]), groups, csr, weight, bias, psi.reshape(-1), sink)
-    hits = from_scores_to_gradients(
-        psi, rows, log_weight, omega, model, state, step, flags, u, scales, each, bound, grads
-    )
-    if hits < 0:
-        return hits
+    if not all_finite(psi):
+        return -1
+    hits = gradients(0, B, psi, rows, weigh, model, state, step, flags, u, scales, each, bound, grads)
     if how == GROUPS:
         push_groups(0, len(groups[0]), groups, csr, x, grads.reshape(-1), share, arrays, rule, bias_g, bias_c, few)
         push_biases(groups[0], bias_g, bias_c, arrays, rule, few)

@@ -1,0 +1,146 @@
+"""Threads that meet: a counter that all of them see, and helpers that stay awake between two calls.
+
+A thread that sleeps takes some 50 microseconds to wake, and the system may then put it on the core of whoever woke it,
+or move the two around: steps of a millisecond take up to half as long again. One that looks at a number while it waits,
+giving way to others, is there at once, and stays where it is. After some two milliseconds it goes to sleep after all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+
+from ._cpu_lanes import I32, I64, _data, intrinsic
+from ._cpu_types import OPTIONS, Array
+
+PATIENCE = 2_000  # looks before the core is offered to others
+AWAKE = 6_000  # looks before a helper goes to sleep
+ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
+ASKED, ANSWERED = 0, 1  # places of a helper's
+
+
+@intrinsic
+def _arrive(typing_context: Any, counter: Any) -> tuple:
+    """counter[0] + 1, raised by one for all threads to see; also what was written before is seen."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _data(context, builder, signature.args[0], args[0])
+        return builder.add(builder.atomic_rmw("add", at, I64(1), "seq_cst"), I64(1))
+
+    return types.int64(counter), codegen
+
+
+@intrinsic
+def _now(typing_context: Any, counter: Any, i: Any) -> tuple:
+    """counter[i] as it is now; what was written before it is seen."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]])
+        return builder.load_atomic(at, "seq_cst", 8)
+
+    return types.int64(counter, types.int64), codegen
+
+
+@intrinsic
+def _give_way(typing_context: Any) -> tuple:
+    """Let others have the core."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if os.name == "posix":
+            kind = ir.FunctionType(I32, [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@njit(**OPTIONS)
+def together(counter: Array, n: int) -> bool:
+    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place."""
+    everyone = (_arrive(counter) + n - 1) // n * n
+    looks = 0
+    while _now(counter, ARRIVED) < everyone:
+        if _now(counter, LEFT) != 0:
+            return False
+        looks += 1
+        if looks > PATIENCE:
+            _give_way()
+    return True
+
+
+@njit(cache=True, **OPTIONS)
+def changes(counter: Array, i: int, old: int, looks: int) -> bool:
+    """Whether counter[i] is, or within so many looks becomes, something else than `old`."""
+    for look in range(looks):
+        if _now(counter, i) != old:
+            return True
+        if look > PATIENCE:
+            _give_way()
+    return _now(counter, i) != old
+
+
+class Helper:
+    """A thread that does one job after the other for one caller, who waits for each."""
+
+    def __init__(self) -> None:
+        self.counter = np.zeros(16, np.int64)  # a cache line for itself
+        self.job: Callable[[], int] | None = None
+        self.found: int | BaseException = 0
+        self.asleep, self.wake = False, threading.Condition()
+        threading.Thread(target=self._attend, name="augment-reduce-helper", daemon=True).start()
+
+    def start(self, job: Callable[[], int]) -> None:
+        self.job = job
+        self.counter[ASKED] += 1
+        if self.asleep:  # set before it looks for the last time: either we see this, or it sees that
+            with self.wake:
+                self.wake.notify()
+
+    def wait(self) -> int | BaseException:
+        """What the job returned, or raised."""
+        while not changes(self.counter, ANSWERED, int(self.counter[ASKED]) - 1, AWAKE):
+            pass
+        return self.found
+
+    def _attend(self) -> None:
+        asked = 0
+        while True:
+            if not changes(self.counter, ASKED, asked, AWAKE):
+                with self.wake:
+                    self.asleep = True
+                    while self.counter[ASKED] == asked:
+                        self.wake.wait()
+                    self.asleep = False
+            asked += 1
+            self._do()
+            self.counter[ANSWERED] = asked
+
+    def _do(self) -> None:
+        """The job, of which nothing is kept: it may hold gigabytes."""
+        job, self.job = self.job, None
+        assert job is not None
+        try:
+            self.found = job()
+        except BaseException as error:
+            self.found = error
+
+
+HELPERS: list[Helper] = []
+
+
+def helpers(n: int) -> list[Helper]:
+    """n of them; for whoever holds the lock of the teams."""
+    while len(HELPERS) < n:
+        HELPERS.append(Helper())
+    return HELPERS[:n]
+
+
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork; the child starts its own
+    os.register_at_fork(after_in_child=HELPERS.clear)
