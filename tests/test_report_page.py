@@ -7,10 +7,12 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import tiny_studies
+from matplotlib.figure import Figure
 
-from augment_reduce.experiments import settings, sizes, sources
+from augment_reduce.experiments import figure, settings, sizes, sources
 from augment_reduce.experiments.cells import Cell, run_cell
 from augment_reduce.experiments.command import publish
 from augment_reduce.experiments.store import Store
@@ -45,6 +47,19 @@ def test_sizes_end_where_their_last_look_was(tmp_path):
     assert ways.lines[0].method == "exact"
     (tmp_path / "sizes.csv").write_text("something,else\n1,2\n")
     assert sizes.read(tmp_path / "sizes.csv") == sizes.read(tmp_path / "none.csv") == []
+
+
+def test_a_line_far_below_the_others_is_said_in_words():
+    x = np.array([1.0, 2.0])
+    lines = [figure.Line("softmax", x, np.array([-4.0, -3.9])), figure.Line("one-vs-each", x, np.array([-9.0, -8.0]))]
+    panel = figure.Panel("a set", tuple(lines), level=-3.85, log_x=True)
+    assert figure.far_below(panel) == [lines[1]]
+    axes = Figure().subplots()
+    figure.draw(axes, panel)
+    assert axes.get_ylim()[0] > -4.1
+    assert [text.get_text() for text in axes.texts] == ["one-vs-each: -9 to -8, below"]
+    near = figure.Panel("a set", (lines[0], figure.Line("one-vs-each", x, np.array([-4.4, -4.2]))), log_x=True)
+    assert figure.far_below(near) == []
 
 
 @pytest.fixture(scope="module")

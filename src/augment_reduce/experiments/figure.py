@@ -142,6 +142,9 @@ def draw(axes: Any, panel: Panel) -> None:
     else:
         axes.set_xlim(0.0, right * (1.03 if panel.targets else 1.0))
     axes.set_ylim(*_limits(panel))
+    if left_out := far_below(panel):
+        words = "; ".join(f"{METHODS[x.method].title}: {x.y.min():.3g} to {x.y.max():.3g}, below" for x in left_out)
+        axes.text(0.98, 0.03, words, ha="right", fontsize=8, color=FAINT, transform=axes.transAxes)
     if right >= 10_000 and not panel.log_x:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
 
@@ -158,8 +161,10 @@ def _few_ticks(axes: Any) -> None:
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
-    """Room for all but the steep start: each line from a tenth of its way on. Of few points: for all."""
-    shown = [line.y if panel.log_x else line.y[line.x >= 0.1 * line.x[-1]] for line in panel.lines]
+    """Room for all but the steep start: each line from a tenth of its way on. Of few points: for all of them."""
+    left_out = far_below(panel)
+    lines = [line for line in panel.lines if not any(line is other for other in left_out)]
+    shown = [line.y if panel.log_x else line.y[line.x >= 0.1 * line.x[-1]] for line in lines]
     values = np.concatenate(
         [*shown, [value for _, value in panel.targets], [] if panel.level is None else [panel.level]]
     )
@@ -169,6 +174,17 @@ def _limits(panel: Panel) -> tuple[float, float]:
     low, high = float(values.min()), float(values.max())
     room = 0.07 * (high - low) or 0.5
     return low - room, high + room
+
+
+def far_below(panel: Panel) -> list[Line]:
+    """Lines of few points that would press all others together: three times their spread below them. Said in words."""
+    found = []
+    for line in panel.lines if panel.log_x else ():
+        level = [] if panel.level is None else [panel.level]
+        rest = np.concatenate([level, *(other.y for other in panel.lines if other is not line)])
+        if len(rest) > 2 and line.y.max() < rest.min() - 3.0 * (rest.max() - rest.min()):
+            found.append(line)
+    return found
 
 
 def save_figure2(panels: Sequence[Panel], path: Path, format: str) -> None:
