@@ -77,6 +77,8 @@ def test_biases_are_as_fast_as_the_scores_of_others_move():
     assert settings(replace(OMNIGLOT, agreement=30.0)).optimizer.bias_scale == 30.0
     assert settings(replace(OMNIGLOT, agreement=30.0)).describe().count("of biases 30 times that") == 1
     assert settings(replace(DEBIAN, agreement=0.3)).optimizer.bias_scale == 1.0
+    assert settings(replace(MNIST, agreement=49.0)).optimizer.bias_scale == pytest.approx(7.0)
+    assert settings(replace(MNIST, agreement=-0.1)).optimizer.bias_scale == 1.0
     assert settings(replace(OMNIGLOT, agreement=30.0), preset="paper").optimizer.bias_scale == 1.0
 
 

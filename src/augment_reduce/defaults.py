@@ -151,9 +151,10 @@ def default_bias_scale(shape: Shape) -> float:
     A step moves the weights of all features that a row has. Other rows have some of them too, and where a feature has
     mostly one sign (counts, pixels) their scores go along, whatever their label. The bias has to take that back, and
     with the rate of a single weight it never does in time: worth 0.23 nat on held-out rows of Omniglot. Where rows have
-    little in common a faster bias is only a noisier one (docs/defaults.md).
+    little in common a faster bias is only a noisier one; with fewer weights than rows, and epochs enough to get there
+    anyway, the square root of that does (docs/defaults.md).
     """
-    return max(1.0, shape.agreement)
+    return max(1.0, math.sqrt(shape.agreement) if few_weights(shape) and shape.agreement > 0.0 else shape.agreement)
 
 
 def default_prior_variance(noise: Noise, shape: Shape) -> float:
