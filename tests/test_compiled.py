@@ -291,10 +291,52 @@ def test_a_helper_works_awake_and_asleep_and_keeps_nothing(monkeypatch):
         assert helper.wait() == 3
         del load
         assert kept() is None
-    helper.start(lambda: [][1])
+    load = np.arange(3)
+    kept = weakref.ref(load)
+    helper.start(lambda given=load: given[5])
+    del load
     assert isinstance(helper.wait(), IndexError)
+    gc.collect()
+    assert kept() is None  # nor by the frames of an error
     helper.start(lambda: 7)
     assert helper.wait() == 7
+
+
+def test_a_helper_makes_up_for_what_an_interrupt_left_undone(monkeypatch):
+    """Asked and not woken; asked without a job; asked twice: it answers each time, and goes on."""
+    monkeypatch.setattr(_cpu_meet, "AWAKE", 50)
+    helper = _cpu_meet.Helper()
+    assert helper.wait() == 0
+    time.sleep(0.05)
+    helper.job = lambda: 3
+    helper.counter[_cpu_meet.ASKED] += 1
+    assert helper.wait() == 3
+    helper.counter[_cpu_meet.ASKED] += 1
+    assert helper.wait() == 0
+    helper.start(lambda: 4)
+    helper.start(lambda: 5)
+    assert helper.wait() in (0, 4, 5)
+    helper.start(lambda: 6)
+    assert helper.wait() == 6
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, monkeypatch):
+    """Between asking a helper and noticing that one has: the next fit is a fit, on the same helpers."""
+    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
+    expected, start = fit_with_team(), _cpu_meet.Helper.start
+
+    def interrupted(self, job):
+        if when == "after":
+            start(self, job)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_cpu_meet.Helper, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit_with_team()
+    assert np.array_equal(fit_with_team(), expected)
+    assert not _cpu_team.PLACES.locked()
 
 
 FORKED = """

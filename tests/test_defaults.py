@@ -10,11 +10,12 @@ import scipy.sparse as sp
 import torch
 from user_noises import Laplace, StudentT3
 
-from augment_reduce import AugmentReduceClassifier
+from augment_reduce import AugmentReduceClassifier, fitting
 from augment_reduce.amortised import Amortised
 from augment_reduce.crossed import CrossFitted
 from augment_reduce.defaults import Shape, default_epochs, default_prior_variance, resolve
 from augment_reduce.edge import memory_bytes
+from augment_reduce.fitting import TrainingRows
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import NaturalGradient, Newton
 from augment_reduce.noise import NOISES, resolve_noise
@@ -79,21 +80,41 @@ def test_biases_are_as_fast_as_the_scores_of_others_move():
     assert settings(replace(DEBIAN, agreement=0.3)).optimizer.bias_scale == 1.0
     assert settings(replace(MNIST, agreement=49.0)).optimizer.bias_scale == pytest.approx(7.0)
     assert settings(replace(MNIST, agreement=-0.1)).optimizer.bias_scale == 1.0
+    assert settings(replace(OMNIGLOT, agreement=30.0, stream=True)).optimizer.bias_scale == 1.0
+
+
+def test_the_prior_of_the_biases_goes_by_their_scale(monkeypatch):
+    """Variance c^2 v: the share of the prior that a fit gives them is 1 / (N c^2)."""
+    made, from_counts = [], fitting.Prior.from_counts
+    monkeypatch.setattr(fitting.Prior, "from_counts", lambda *a, **k: made.append(from_counts(*a, **k)) or made[-1])
+    X, y = np.abs(np.random.default_rng(0).normal(size=(50, 9))), np.arange(50) % 3
+    AugmentReduceClassifier(optimizer=Adagrad(0.1, bias_scale=3.0), prior_variance=2.0, max_iter=2).fit(X, y)
+    assert made[0].inverse_rows == pytest.approx(1.0 / (50 * 9.0))
+    clf = AugmentReduceClassifier(max_iter=2).fit(X, y)
+    scale = clf._prepare(resolve_noise("softmax"), TrainingRows(as_rows(X), y, None), anew=False)[
+        0
+    ].optimizer.bias_scale
+    assert scale > 1.5
+    assert made[1].inverse_rows == pytest.approx(1.0 / (50 * scale**2))
     assert settings(replace(OMNIGLOT, agreement=30.0), preset="paper").optimizer.bias_scale == 1.0
 
 
 def test_agreement_is_what_one_rows_step_does_to_another():
-    """By its meaning: w + sign(x_n), and the score of x_m, over all pairs (n, m)."""
+    """By its meaning: w + sign(x_n), and the score of x_m, over all pairs of different rows."""
     x = np.array([[0.0, 2.0, 0.5], [1.0, 0.0, -3.0], [0.0, 4.0, 0.0], [2.0, 1.0, 1.0]])
-    truth = np.mean([np.sign(x[n]) @ x[m] for n in range(4) for m in range(4)])
+    truth = np.mean([np.sign(x[n]) @ x[m] for n in range(4) for m in range(4) if n != m])
     for X in (as_rows(x), as_rows(sp.csr_matrix(x))):
         assert X.agreement(np.arange(4)) == pytest.approx(truth, rel=1e-12)
         assert X.agreement(np.array([0, 3])) == pytest.approx(
-            np.mean([np.sign(x[n]) @ x[m] for n in (0, 3) for m in (0, 3)]), rel=1e-12
+            np.mean([np.sign(x[n]) @ x[m] for n, m in ((0, 3), (3, 0))]), rel=1e-12
         )
+        assert X.agreement(np.array([1])) == 0.0
         assert Shape.of(X, 7, np.array([0, 3])).agreement == X.agreement(np.array([0, 3]))
-        twice = X.agreement(np.arange(4), np.array([1.0, 2.0, 0.0, 1.0]))  # weights are repeats
-        assert twice == pytest.approx(as_rows(x[[0, 1, 1, 3]]).agreement(np.arange(4)), rel=1e-12)
+        weights = np.array([1.0, 2.0, 0.0, 1.0])  # are repeats
+        assert X.agreement(np.arange(4), weights) == pytest.approx(
+            as_rows(x[[0, 1, 1, 3]]).agreement(np.arange(4)), rel=1e-12
+        )
+        assert X.agreement(np.arange(4), np.full(4, 1e-3)) == pytest.approx(truth, rel=1e-12)
     many = np.random.default_rng(0).standard_normal((30_000, 5))
     assert abs(as_rows(many).agreement(np.arange(30_000))) < 0.01  # 5 features, 1e4 rows: 5e-4 of chance
     assert as_rows(np.abs(many)).agreement(np.arange(30_000)) == pytest.approx(5 * math.sqrt(2 / math.pi), rel=0.02)

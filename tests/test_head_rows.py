@@ -66,6 +66,12 @@ def test_the_fused_optimiser_is_torchs_own(fused, theirs):
     assert ours.weight.grad is None
 
 
+@pytest.mark.parametrize("rule", [Adagrad(bias_scale=2.0), Adagrad(half_after=10.0)])
+def test_a_rule_that_the_head_cannot_follow_is_refused(rule):
+    with pytest.raises(ValueError, match="constant rate, the same for weights and biases"):
+        AugmentReduceHead(4, 10, optimizer=rule)
+
+
 @pytest.mark.parametrize("rule", [Adagrad(), RowwiseAdagrad(), Adam()], ids=lambda r: r.name)
 def test_the_fused_optimiser_is_the_estimators(rule):
     """One step of `optim`, which goes up, on the merged gradient of the touched rows; the others do not move."""

@@ -100,13 +100,19 @@ def test_rows_that_differ_in_their_labels_alone_are_found():
     indices = np.array([3, 5, 5, 3, 3, 4, 5, 3, 5, 1, 2, 1, 2, 3, 5])
     values = np.array([1.0, 2.0, 2.0, 1.0, 1.0, 0.0, 2.0, 1.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     labels = np.array([7, 4, 7, 9, 1, 2, 6, 6, 0])
-    same = _cpu_pointers.twins((indptr, indices, values), np.arange(8), labels[:8])
+    csr, certain, weight = (indptr, indices, values), np.zeros(10, np.bool_), np.ones(10)
+    same = _cpu_pointers.twins(csr, np.arange(8), labels[:8], certain, weight, 5)
     found = [set(same.labels[same.start[g] : same.start[g + 1]]) if g >= 0 else set() for g in same.group]
     #        the same three times, another value, two without any, two of one label, one that is not trained on
     assert found == [{4, 7}, {4, 7}, {4, 7}, set(), set(), set(), set(), set(), set()]
     assert sorted(same.share) == pytest.approx([1 / 3, 2 / 3])
     assert same.most == 2
-    assert _cpu_pointers.twins((indptr, indices, values), np.empty(0, np.int64), np.empty(0, np.int64)).most == 0
+    nobody = np.empty(0, np.int64)
+    assert _cpu_pointers.twins(csr, nobody, nobody, certain, weight, 5).most == 0
+    best = _cpu_pointers.twins(csr, np.arange(8), labels[:8], certain, np.arange(10.0), 1)
+    assert (best.labels.tolist(), best.most) == ([7], 1)  # 2/3 times 7 is more than 1/3 times 4
+    certain[7] = True
+    assert _cpu_pointers.twins(csr, np.arange(8), labels[:8], certain, weight, 5).labels.tolist() == [4]
 
 
 @pytest.mark.parametrize("n_own", [2, 12])
@@ -221,7 +227,8 @@ def test_a_row_with_many_features_needs_no_more_room_than_there_are_classes():
     X = sparse.csr_matrix(np.ones((1, 4000)))
     lists = np.tile(np.arange(3, dtype=np.int32), (4000, 1)), np.ones((4000, 3), np.float32), np.ones(4000)
     csr, certain = (X.indptr, X.indices, X.data), np.zeros(3, np.bool_)
-    same, weight = _cpu_pointers.twins(csr, np.array([0]), np.array([1])), np.array([1.0, 1.0, 2.0])
+    weight = np.array([1.0, 1.0, 2.0])
+    same = _cpu_pointers.twins(csr, np.array([0]), np.array([1]), certain, weight, 5)
     own = _cpu_pointers.pointed(csr, np.array([0]), np.array([1]), certain, lists, same, weight, 4)
     assert own.tolist() == [[2, 0, 1, 1]]
 

@@ -152,9 +152,11 @@ def default_bias_scale(shape: Shape) -> float:
     mostly one sign (counts, pixels) their scores go along, whatever their label. The bias has to take that back, and
     with the rate of a single weight it never does in time: worth 0.23 nat on held-out rows of Omniglot. Where rows have
     little in common a faster bias is only a noisier one; with fewer weights than rows, and epochs enough to get there
-    anyway, the square root of that does (docs/defaults.md).
+    anyway, the square root of that does (docs/defaults.md). In a stream, whose parts would not agree on it, 1.
     """
-    return max(1.0, math.sqrt(shape.agreement) if few_weights(shape) and shape.agreement > 0.0 else shape.agreement)
+    if shape.stream or shape.agreement <= 1.0:  # a part of a stream may be a single row
+        return 1.0
+    return math.sqrt(shape.agreement) if few_weights(shape) else shape.agreement
 
 
 def default_prior_variance(noise: Noise, shape: Shape) -> float:

@@ -37,10 +37,10 @@ def check_labels(y: np.ndarray) -> None:
         )
 
 
-def check_scale(values: np.ndarray, shape: Shape, dtype: torch.dtype) -> None:
+def check_scale(values: np.ndarray, n_rows: int, n_classes: int, dtype: torch.dtype) -> None:
     """Features so large that squared gradients would overflow, and the weights silently stand still, are refused."""
     largest = float(max(values.max(initial=0.0), -values.min(initial=0.0)))
-    gradient = largest * shape.n_rows * shape.n_classes  # no entry's gradient can be larger
+    gradient = largest * n_rows * n_classes  # no entry's gradient can be larger
     if gradient > math.sqrt(torch.finfo(dtype).max / 1e3):
         name = str(dtype).removeprefix("torch.")
         raise ValueError(

@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from . import fitting, predict, saving
-from .defaults import Settings, Shape, resolve
+from .defaults import Settings, Shape, resolve, resolve_dtype
 from .edge import check_labels, check_memory, check_parameters, check_scale
 from .fitting import threads
 from .kernels.rows import as_rows
@@ -265,9 +265,11 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     ) -> tuple[Settings, dict[str, Any]]:
         """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
-        shape = Shape.of(rows.X, len(self.classes_), rows.active(), rows.weight, stream=stream)
+        active = rows.active()
+        dtype = resolve_dtype(options["dtype"], rows.torch_dtype)
+        check_scale(rows.X.values, len(active), len(self.classes_), dtype)
+        shape = Shape.of(rows.X, len(self.classes_), active, rows.weight, stream=stream)
         settings = resolve(options, noise, shape, rows.torch_dtype)
-        check_scale(rows.X.values, shape, settings.dtype)
         if anew:
             bytes_needed = check_memory(settings, shape, self.early_stopping)
             seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))

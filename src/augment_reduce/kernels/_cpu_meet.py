@@ -87,47 +87,53 @@ def changes(counter: Array, i: int, old: int, looks: int) -> bool:
 
 
 class Helper:
-    """A thread that does one job after the other for one caller, who waits for each."""
+    """A thread that does one job after the other for one caller, who waits for each.
+
+    An interrupt may come between any two lines of the caller's: whatever it leaves undone, `wait` makes up for.
+    """
 
     def __init__(self) -> None:
         self.counter = np.zeros(16, np.int64)  # a cache line for itself
         self.job: Callable[[], int] | None = None
         self.found: int | BaseException = 0
-        self.asleep, self.wake = False, threading.Condition()
+        self.asleep, self.bell = False, threading.Lock()
+        self.bell.acquire()
         threading.Thread(target=self._attend, name="augment-reduce-helper", daemon=True).start()
 
     def start(self, job: Callable[[], int]) -> None:
         self.job = job
         self.counter[ASKED] += 1
-        if self.asleep:  # set before it looks for the last time: either we see this, or it sees that
-            with self.wake:
-                self.wake.notify()
+        self._ring()
 
     def wait(self) -> int | BaseException:
-        """What the job returned, or raised."""
-        while not changes(self.counter, ANSWERED, int(self.counter[ASKED]) - 1, AWAKE):
-            pass
-        return self.found
+        """What the last job returned, or raised; at once where there was none."""
+        while self.counter[ANSWERED] != self.counter[ASKED]:
+            self._ring()
+            changes(self.counter, ANSWERED, int(self.counter[ANSWERED]), AWAKE)
+        found, self.found = self.found, 0  # an error holds on to all that its frames held
+        return found
+
+    def _ring(self) -> None:
+        if self.asleep and self.bell.locked():
+            self.bell.release()
 
     def _attend(self) -> None:
-        asked = 0
         while True:
-            if not changes(self.counter, ASKED, asked, AWAKE):
-                with self.wake:
-                    self.asleep = True
-                    while self.counter[ASKED] == asked:
-                        self.wake.wait()
-                    self.asleep = False
-            asked += 1
+            answered = int(self.counter[ANSWERED])
+            while not changes(self.counter, ASKED, answered, AWAKE):
+                self.asleep = True
+                if self.counter[ASKED] == answered:  # who asks after this look sees that we are asleep, and rings
+                    self.bell.acquire()
+                self.asleep = False
+            asked = int(self.counter[ASKED])
             self._do()
             self.counter[ANSWERED] = asked
 
     def _do(self) -> None:
         """The job, of which nothing is kept: it may hold gigabytes."""
         job, self.job = self.job, None
-        assert job is not None
         try:
-            self.found = job()
+            self.found = job() if job is not None else 0
         except BaseException as error:
             self.found = error
 

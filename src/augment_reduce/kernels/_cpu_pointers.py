@@ -75,8 +75,13 @@ class Twins(NamedTuple):
         return cls(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0), 0)
 
 
-def twins(csr: tuple[Array, Array, Array], rows: Array, labels: Array) -> Twins:
-    """Found by a hash of their features. Should two of these collide, a row has classes that say nothing: no harm."""
+def twins(
+    csr: tuple[Array, Array, Array], rows: Array, labels: Array, certain: Array, weight: Array, limit: int
+) -> Twins:
+    """Of each group the `limit` labels of largest share times weight that are not certain.
+
+    Found by a hash of the features. Should two of these collide, a row has classes that say nothing: no harm.
+    """
     hashes = np.empty(len(rows), np.uint64)
     hash_rows(*csr, rows, hashes)
     group = np.unique(hashes, return_inverse=True)[1].reshape(-1)
@@ -84,17 +89,24 @@ def twins(csr: tuple[Array, Array, Array], rows: Array, labels: Array) -> Twins:
     g, k = group[order], labels[order]
     new = np.ones(len(order), np.bool_)
     new[1:] = (g[1:] != g[:-1]) | (k[1:] != k[:-1])
-    n_labels, size = np.bincount(g[new], minlength=len(rows)), np.bincount(g, minlength=len(rows))
-    several = n_labels > 1
+    first = np.flatnonzero(new)
+    g, k, times = g[first], k[first], np.diff(np.append(first, len(order)))
+    share = times / np.bincount(g, times, minlength=1)[g]
+    several = np.bincount(g, minlength=len(rows)) > 1
     several[group[hashes == NO_FEATURES]] = False
-    number = np.where(several, np.cumsum(several) - 1, NOBODY)
+    useful = several[g] & ~certain[k]
+    g, k, share = g[useful], k[useful], share[useful]
+    ranked = np.lexsort((k, -share * weight[k], g))
+    g, k, share = g[ranked], k[ranked], share[ranked]
+    place = np.arange(len(g)) - np.searchsorted(g, g)  # in its group
+    g, k, share = (values[place < limit] for values in (g, k, share))
+    groups, start = np.unique(g, return_index=True)
+    number = np.full(len(rows), NOBODY, np.int64)
+    number[groups] = np.arange(len(groups))
     of_row = np.full(len(csr[0]) - 1, NOBODY, np.int64)
     of_row[rows] = number[group]
-    start = np.concatenate([[0], np.cumsum(n_labels[several])])
-    first = np.flatnonzero(new)
-    share = np.diff(np.append(first, len(order))) / size[g[first]]
-    kept = several[g[first]]
-    return Twins(of_row, start, k[first[kept]], share[kept], int(n_labels[several].max(initial=0)))
+    start = np.append(start, len(g))
+    return Twins(of_row, start, k, share, int(np.diff(start).max(initial=0)))
 
 
 @njit(**OPTIONS)

@@ -134,30 +134,28 @@ class Team:
 
     def run(self, arguments: tuple, few: list[tuple], bound: Array) -> int:
         """The step; this thread is one of the team, and holds PLACES. Returns what `team_step` does, for all rows."""
-        others = helpers(self.n - 1)
-        started = 0
+        others, counter = helpers(self.n - 1), self.counter
         try:
             for tid, other in enumerate(others, start=1):
-                other.start(partial(self._part, tid, arguments, few, bound))
-                started += 1
-            found = [self._part(0, arguments, few, bound), *(other.wait() for other in others)]
-        except BaseException:  # also an interrupt: nobody must be left waiting
-            self.counter[LEFT] = 1
-            for other in others[:started]:
+                other.start(partial(self._part, counter, tid, arguments, few, bound))
+            found = [self._part(counter, 0, arguments, few, bound), *(other.wait() for other in others)]
+            if any(not isinstance(hits, int) or hits == ALONE for hits in found):
+                raise next(
+                    (error for error in found if isinstance(error, BaseException)), RuntimeError("A thread left.")
+                )
+        except BaseException:  # also an interrupt: nobody must be left waiting, nor meet whoever comes next
+            counter[LEFT] = 1
+            self.counter = np.zeros_like(counter)
+            for other in others:
                 other.wait()
-            self.counter[:] = 0
             raise
-        for error in found:
-            if isinstance(error, BaseException):
-                self.counter[:] = 0
-                raise error
         numbers = [hits for hits in found if isinstance(hits, int)]
         return BAD if BAD in numbers else sum(numbers)
 
-    def _part(self, tid: int, arguments: tuple, few: list[tuple], bound: Array) -> int:
+    def _part(self, counter: Array, tid: int, arguments: tuple, few: list[tuple], bound: Array) -> int:
         own = (few[tid], self.tables[tid], self.sinks[tid])
         try:
-            return team_step(tid, self.n, self.counter, *arguments, self.common, own, bound)
+            return team_step(tid, self.n, counter, *arguments, self.common, own, bound)
         except BaseException:
-            self.counter[LEFT] = 1
+            counter[LEFT] = 1
             raise

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK_OF_ROWS = 1024
+NUMBERS_AT_ONCE = 1_000_000  # of dense rows that are looked at
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,26 @@ class SparseRows:
     def n_nonzero(self) -> int:
         return len(self.values)
 
-    def some(self, rows: np.ndarray) -> sp.csr_matrix:
+    def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
+        """The rows as a (B, D) tensor: for the reference kernels and for tests, never for training."""
         matrix = sp.csr_matrix(
             (self.values, self.indices, self.indptr), shape=(self.n_rows, self.n_features), copy=False
         )
-        return matrix[rows]
-
-    def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
-        """The rows as a (B, D) tensor: for the reference kernels and for tests, never for training."""
-        return torch.tensor(self.some(rows).toarray(), dtype=dtype)
+        return torch.tensor(matrix[rows].toarray(), dtype=dtype)
 
     def agreement(self, rows: np.ndarray, weight: np.ndarray | None = None) -> float:
-        """sum_d E[sign x_d] E[x_d]: what a step that moves the weights of one row by 1, each the way its feature
-        points, does to the score of another, on average. Of at most ten thousand rows."""
-        rows, of_row = some_of(rows), weights_of(some_of(rows), weight)
-        x = self.some(rows)
-        known = (x.indices >= 0) & (x.indices < self.n_features)  # others are told of when a step loads them
-        at, value = x.indices[known], x.data[known].astype(np.float64)
-        share = np.repeat(of_row, np.diff(x.indptr))[known]
-        sign, total = (np.bincount(at, share * part, self.n_features) for part in (np.sign(value), value))
-        return float(sign @ total)
+        """E[sign(x_n) . x_m] over pairs of different rows: what a step that moves the weights of one by 1, each the way
+        its feature points, does to the score of the other. Of at most ten thousand rows."""
+        rows = some_of(rows)
+        begin, length = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
+        at = np.repeat(begin - (np.cumsum(length) - length), length) + np.arange(int(length.sum()))
+        index, value = np.asarray(self.indices[at]), np.asarray(self.values[at], np.float64)
+        known = (index >= 0) & (index < self.n_features)  # others are told of when a step loads them
+        index, value = index[known], value[known]
+        of_row, n = weights_of(rows, weight)
+        share = np.repeat(of_row, length)[known]
+        sign, total = (np.bincount(index, share * part, self.n_features) for part in (np.sign(value), value))
+        return of_pairs(float(sign @ total), float(share @ np.abs(value)), n)
 
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         """In how many rows (of these, each once) every feature is non-zero."""
@@ -87,13 +88,16 @@ class DenseRows:
         return torch.tensor(self.values[rows], dtype=dtype)
 
     def agreement(self, rows: np.ndarray, weight: np.ndarray | None = None) -> float:
-        rows, of_row = some_of(rows), weights_of(some_of(rows), weight)
-        sign, total = np.zeros(self.n_features), np.zeros(self.n_features)
-        for start in range(0, len(rows), BLOCK_OF_ROWS):
-            part = slice(start, start + BLOCK_OF_ROWS)
-            x = self.values[rows[part]].astype(np.float64)
-            sign, total = sign + of_row[part] @ np.sign(x), total + of_row[part] @ x
-        return float(sign @ total)
+        rows = some_of(rows)
+        of_row, n = weights_of(rows, weight)
+        sign, total, own = np.zeros(self.n_features), np.zeros(self.n_features), 0.0
+        step = max(1, NUMBERS_AT_ONCE // max(1, self.n_features))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            x, share = self.values[rows[part]].astype(np.float64), of_row[part]
+            sign, total = sign + share @ np.sign(x), total + share @ x
+            own += float(share @ np.abs(x).sum(1))
+        return of_pairs(float(sign @ total), own, n)
 
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         if rows is None or len(rows) == self.n_rows:
@@ -109,10 +113,17 @@ def some_of(rows: np.ndarray) -> np.ndarray:
     return rows[np.linspace(0, len(rows) - 1, 10_000).astype(np.int64)] if len(rows) > 10_000 else rows
 
 
-def weights_of(rows: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
-    """What each row counts for, one in all."""
+def weights_of(rows: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, float]:
+    """What each row counts for, one in all, and how many there are: weights that are whole numbers are repeats, of
+    small ones it is Kish's number, (sum w)^2 / sum w^2."""
     of_row = np.ones(len(rows)) if weight is None else weight[rows].astype(np.float64)
-    return of_row / of_row.sum()
+    total = float(of_row.sum())
+    return of_row / total, max(total, total**2 / float((of_row**2).sum()))
+
+
+def of_pairs(of_all: float, of_itself: float, n: float) -> float:
+    """The mean over pairs of different ones of n rows, from those over all pairs and over each with itself."""
+    return (n * of_all - of_itself) / (n - 1.0) if n > 1.0 + 1e-9 else 0.0
 
 
 Rows = SparseRows | DenseRows

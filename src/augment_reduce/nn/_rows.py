@@ -134,4 +134,9 @@ def _resolve(optimizer: str | RowOptimizer, learning_rate: float | None) -> Adag
             f"Adam of augment_reduce, found {optimizer!r}. With None the weight gets row-sparse gradients for a torch "
             "optimiser of yours (SparseAdam, Adagrad)."
         )
+    if isinstance(rule, Adagrad) and (rule.bias_scale != 1.0 or rule.half_after is not None):
+        raise ValueError(
+            f"Expected an Adagrad of constant rate, the same for weights and biases, found {rule!r}. The head has no "
+            "bias_scale and no half_after: leave them out, and let the rate fall with a torch scheduler."
+        )
     return rule if learning_rate is None else replace(rule, learning_rate=learning_rate)

@@ -58,7 +58,7 @@ class FeaturePointed(HeadAndTail):
         return super().bind(class_counts, draw_without_replacement)
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        return n_features * (8 * self.per_feature + 8) + 16 * n_rows
+        return n_features * (8 * self.per_feature + 8) + 32 * n_rows
 
     def kept(self) -> dict[str, Tensor]:
         return {name: torch.from_numpy(getattr(self, name)) for name in ("listed", "counts", "seen")}
@@ -72,7 +72,7 @@ class FeaturePointed(HeadAndTail):
         from ..kernels._cpu_pointers import tally, twins
 
         X, nobody = sparse(X), np.empty(0, np.int64)
-        twins((X.indptr, X.indices, X.values), nobody, nobody)
+        twins((X.indptr, X.indices, X.values), nobody, nobody, np.empty(0, np.bool_), np.empty(0), 1)
         lists = np.empty((0, self.per_feature), np.int32), np.empty((0, self.per_feature), np.float32), np.empty(0)
         tally(X.indptr, X.indices, X.values, nobody, nobody, np.empty(0, np.bool_), *lists)
 
@@ -83,7 +83,8 @@ class FeaturePointed(HeadAndTail):
         X = sparse(X)
         check_features(X)  # before any step has loaded, and looked at, the rows
         labels = np.ascontiguousarray(labels, np.int64)
-        self._same = twins((X.indptr, X.indices, X.values), rows, labels)
+        same_as = (X.indptr, X.indices, X.values), rows, labels
+        self._same = twins(*same_as, self.certain(size), self._weight, self.n_own + 1)  # one may be the row's own
         if self._knows_rows:
             return
         if len(self.listed) != X.n_features:
