@@ -115,7 +115,8 @@ def _name_lines(axes: Any, curves: Sequence[Curve], measured: Mapping[str, tuple
     shown = [curve for curve in curves if len(measured[curve.name][0])]
     ends = [float(measured[curve.name][1][-1]) for curve in shown]
     low, high = axes.get_ylim()
-    places = spread(ends, apart=0.15 * (high - low), low=low, high=high)
+    half = 0.07 * (high - low)  # of a label's height: none stands out above the axes, where the title is
+    places = spread(ends, apart=0.15 * (high - low), low=low + half, high=high - half)
     right = axes.get_xlim()[1]
     for curve, end, place in zip(shown, ends, places, strict=True):
         axes.annotate(
@@ -127,8 +128,11 @@ def _name_lines(axes: Any, curves: Sequence[Curve], measured: Mapping[str, tuple
             va="center",
             family=FONTS,
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": curve.color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
-        )
+            arrowprops={
+                "arrowstyle": "-", "color": curve.color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3,
+                "relpos": (0.0, 0.5),  # to the left edge: to the middle it would cross a label above
+            },
+        )  # fmt: skip
 
 
 def spread(values: Sequence[float], *, apart: float, low: float, high: float) -> list[float]:
