@@ -2,11 +2,12 @@
 
     python benchmarks/hold_out.py bibtex --variances 0.2 0.3 0.5 --rates 0.1 0.2 0.4
     python benchmarks/hold_out.py debian-5k --rates 0.2 0.4 --eps 0.3 1 --variances 1 2 5 --epochs 4 --local amortised
+    python benchmarks/hold_out.py omniglot --biases 1 14 33
     python benchmarks/hold_out.py omniglot --samplers uniform-shared conditional --sampled 400 --local none amortised
 
 A tenth of the rows is held out (of the packages, for debian-deps, so that no package is on both sides). Every
 combination of the values given is fitted; what is not given is left to the defaults. `eps` is in units of N / B, `half`
-(when Adagrad's rate is half) in epochs.
+(when Adagrad's rate is half) in epochs, `biases` how many times the rate of the weights theirs is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,16 @@ from common import append
 
 from augment_reduce import Adagrad, AugmentReduceClassifier
 from augment_reduce.data import load_dataset, random_like
-from augment_reduce.defaults import Shape, default_batch_size
+from augment_reduce.defaults import Shape, default_adagrad, default_batch_size
+from augment_reduce.kernels.rows import as_rows
+from augment_reduce.noise import resolve_noise
 
 DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist": ("mnist", {}), "bibtex": ("bibtex", {}), "omniglot": ("omniglot", {}),
     "debian-5k": ("debian-deps", {"min_count": 5}), "debian-full": ("debian-deps", {}),
 }  # fmt: skip
 MOST_LOOKED_AT = 6_000
-COLUMNS = ("dataset", "model", "rate", "eps", "half", "v", "epochs", "sampler", "sampled", "local", "seed",
+COLUMNS = ("dataset", "model", "rate", "eps", "half", "v", "epochs", "sampler", "sampled", "local", "seed", "biases",
            "log likelihood", "accuracy", "bound gap", "seconds")  # fmt: skip
 
 
@@ -50,7 +54,8 @@ def split(name: str, tiny: bool) -> tuple[Any, np.ndarray, Any, np.ndarray]:
 
 def one_fit(data: tuple, model: str, cell: dict[str, Any]) -> dict[str, Any]:
     X, y, X_out, y_out = data
-    B = default_batch_size(Shape(len(y), X.shape[1], int(y.max()) + 1, 0))
+    shape = Shape.of(as_rows(X), int(y.max()) + 1)
+    B = default_batch_size(shape)
     given: dict[str, Any] = {
         "prior_variance": cell["v"], "max_epochs": cell["epochs"], "class_sampling": cell["sampler"],
         "n_sampled_classes": cell["sampled"], "local_step": cell["local"],
@@ -59,6 +64,9 @@ def one_fit(data: tuple, model: str, cell: dict[str, Any]) -> dict[str, Any]:
     if cell["rate"] is not None:
         eps, half = (None if x is None else x * len(y) / B for x in (cell["eps"], cell["half"]))
         given["optimizer"] = Adagrad(cell["rate"], 0.5 * len(y) / B if eps is None else max(eps, 1e-10), half)
+    if cell["biases"] is not None:
+        optimizer = given.get("optimizer", default_adagrad(None, resolve_noise(model), shape, B))
+        given["optimizer"] = replace(optimizer, bias_scale=cell["biases"])
     began = time.perf_counter()
     clf = AugmentReduceClassifier(model, dtype="float32", random_state=cell["seed"], n_jobs=1, **given).fit(X, y)
     seconds = time.perf_counter() - began
@@ -67,7 +75,7 @@ def one_fit(data: tuple, model: str, cell: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         **cell,
-        **dict(zip(COLUMNS[11:], (*(f"{n:.4f}" for n in numbers), f"{seconds:.1f}"), strict=True)),
+        **dict(zip(COLUMNS[12:], (*(f"{n:.4f}" for n in numbers), f"{seconds:.1f}"), strict=True)),
     }
 
 
@@ -75,7 +83,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", choices=list(DATASETS))
     parser.add_argument("--model", default="softmax")
-    for name in ("rates", "eps", "half", "variances", "epochs"):
+    for name in ("rates", "eps", "half", "variances", "epochs", "biases"):
         parser.add_argument(f"--{name}", nargs="+", type=float, default=[None])
     parser.add_argument("--sampled", nargs="+", type=int, default=[None])
     parser.add_argument("--samplers", nargs="+", default=[None])
@@ -89,6 +97,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         "rate": options.rates, "eps": options.eps, "half": options.half, "v": options.variances,
         "epochs": options.epochs, "sampler": options.samplers, "sampled": options.sampled,
         "local": [None if name == "none" else name for name in options.local], "seed": options.seeds,
+        "biases": options.biases,
     }  # fmt: skip
     rows = []
     for values in itertools.product(*grid.values()):

@@ -284,7 +284,8 @@ def test_a_helper_works_awake_and_asleep_and_keeps_nothing(monkeypatch):
     helper = _cpu_meet.Helper()
     for pause in (0.0, 0.0, 0.05, 0.0, 0.05):
         time.sleep(pause)
-        assert helper.asleep or not pause
+        while pause and not helper.asleep:
+            time.sleep(0.001)
         load = np.arange(3)
         kept = weakref.ref(load)
         helper.start(lambda given=load: int(given.sum()))
@@ -315,7 +316,7 @@ def test_a_helper_makes_up_for_what_an_interrupt_left_undone(monkeypatch):
     assert helper.wait() == 0
     helper.start(lambda: 4)
     helper.start(lambda: 5)
-    assert helper.wait() in (0, 4, 5)
+    assert helper.wait() in (0, 5)  # whoever asks twice without waiting has lost the first
     helper.start(lambda: 6)
     assert helper.wait() == 6
 

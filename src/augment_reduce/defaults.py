@@ -166,8 +166,8 @@ def default_bias_scale(shape: Shape) -> float:
 
 
 def default_prior_variance(noise: Noise, shape: Shape) -> float:
-    """Softmax: 3; with more weights than rows N / 15,000 in [0.2, 3]. Logistic: half of what is above 0.6. Probit: a
-    fifth of that.
+    """Softmax: 3; with more weights than rows N / 15,000 in [0.2, 3]. Logistic: half of that, but 0.3, or the softmax's
+    where that is less, at least. Probit: a fifth of the logistic's.
 
     Few rows for many weights need the prior's help: on held-out rows of four sets the best variance grew with N, of
     other noises more slowly. What a score has to reach is the tail of the noise, e^-x for softmax and logistic,

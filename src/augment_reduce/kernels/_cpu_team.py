@@ -97,7 +97,7 @@ def team_step(
     return hits
 
 
-PLACES = threading.Lock()  # one team at a time: two that share the pool could each have what the other waits for
+PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
 
 
 def _free_places() -> None:
