@@ -75,7 +75,7 @@ def test_ranked_as_by_hand(n_own, per_feature, threads, monkeypatch):
     monkeypatch.setattr("augment_reduce.kernels._cpu_work.WORTH_A_THREAD", 1)
     set_num_threads(threads)
     try:
-        own = sampler.own(minibatch(X, y, rows), 8)
+        own, n_own_found = sampler.own(minibatch(X, y, rows), 8)
     finally:
         set_num_threads(1)
     table = np.zeros((X.shape[1], 30))
@@ -84,10 +84,10 @@ def test_ranked_as_by_hand(n_own, per_feature, threads, monkeypatch):
             table[d, k] = count / sampler.seen[d] / np.sqrt(np.bincount(y, minlength=30)[k])
     points = (X[rows] != 0).astype(float) @ table
     for b, n in enumerate(rows):
-        points[b, y[n]] = 0.0
         points[b, sampler.certain(8)] = 0.0
         order = np.lexsort((np.arange(30), -np.round(points[b], 12)))[:n_own]
         expected = [k for k in order if points[b, k] > 0]
+        assert n_own_found[b] == len(expected)
         found = own[b, : len(expected)]
         np.testing.assert_allclose(points[b, found], points[b, expected], rtol=1e-12)  # equals may change places
         assert len(set(found)) == len(found)
@@ -123,21 +123,22 @@ def test_labels_of_the_same_features_come_first(n_own):
     X = sparse.csr_matrix(X[rng.integers(0, 60, 300)])
     sampler, n = studied(X, y, n_own=n_own, per_feature=30), np.bincount(y, minlength=30)
     rows = rng.permutation(300)[:90]
-    own, without = sampler.own(minibatch(X, y, rows), 8), sampler._same
+    (own, n_found), same_features = sampler.own(minibatch(X, y, rows), 8), sampler._same
     sampler._same = _cpu_pointers.Twins.none()
-    by_features = sampler.own(minibatch(X, y, rows), 8)
-    assert without.most > 2
+    by_features, n_pointed = sampler.own(minibatch(X, y, rows), 8)
+    assert same_features.most > 2
     dense = X.toarray()
     for b, row in enumerate(rows):
         same = np.unique(y[(dense == dense[row]).all(1)])
-        rivals = [k for k in same if k != y[row] and not sampler.certain(8)[k]]
-        rivals = rivals if dense[row].any() else []
-        first = own[b, : len(rivals)]
+        rivals = [k for k in same if not sampler.certain(8)[k]]
+        rivals = rivals if dense[row].any() and len(same) > 1 else []
+        first = own[b, : min(len(rivals), 4 * n_own)]
         points = {k: np.sum(y[(dense == dense[row]).all(1)] == k) / np.sqrt(n[k]) for k in rivals}
         best = sorted(points.values(), reverse=True)[: len(first)]
         np.testing.assert_allclose([points[k] for k in first], best, rtol=1e-12)
-        others = [k for k in by_features[b] if k not in first]
-        assert own[b, len(rivals) :].tolist()[: len(others)] == others[: n_own - len(rivals)] or len(rivals) > n_own
+        others = [k for k in by_features[b, : n_pointed[b]] if k not in first][: max(0, n_own - len(rivals))]
+        assert own[b, len(first) : n_found[b]].tolist()[: len(others)] == others
+        assert n_found[b] <= max(n_own, len(first))
 
 
 def test_the_surest_rival_leaves_no_gap_however_common_its_features():
@@ -156,9 +157,9 @@ def test_the_surest_rival_leaves_no_gap_however_common_its_features():
 
 
 def test_a_class_that_is_shared_and_own_counts_once():
-    own, shared = np.array([[3, 7], [5, 5], [0, 1]]), np.array([7, 2, 5, 7, 3])
+    own, n_own, shared = np.array([[3, 7], [5, 7], [0, 1]]), np.array([2, 1, 2]), np.array([7, 2, 5, 7, 3])
     mask, last = np.zeros((3, 5), np.bool_), np.full(8, -1, np.int32)
-    _cpu_pointers.meet(own, shared, mask, last, np.empty(5, np.int32))
+    _cpu_pointers.meet(own, n_own, shared, mask, last, np.empty(5, np.int32))
     np.testing.assert_array_equal(mask, [[1, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
     assert (last == -1).all()
 
@@ -171,10 +172,11 @@ def test_own_classes_are_certain_in_both_halves():
     for half in sampled.halves:
         assert torch.equal(half.stands[-4:], torch.zeros(4))
         assert torch.equal(half.given[-4:], torch.zeros(4))
-    own = set(zip(*[a.tolist() for a in (torch.arange(50).repeat_interleave(4), sampled.own.flatten())], strict=True))
     for b in range(50):
+        own, n, label = sampled.own[b], sampled.n_own[b], y[b]
         shared = sampled.classes[~sampled.mask[b, :-4]].tolist()
-        assert not own & {(b, k) for k in shared}
+        assert not {*own[:n].tolist(), label} & set(shared)
+        np.testing.assert_array_equal(sampled.mask[b, -4:], [k == label or p >= n for p, k in enumerate(own.tolist())])
 
 
 def one_of_two(n_rows=600, n_classes=240, seed=0):
@@ -229,8 +231,8 @@ def test_a_row_with_many_features_needs_no_more_room_than_there_are_classes():
     csr, certain = (X.indptr, X.indices, X.data), np.zeros(3, np.bool_)
     weight = np.array([1.0, 1.0, 2.0])
     same = _cpu_pointers.twins(csr, np.array([0]), np.array([1]), certain, weight, 5)
-    own = _cpu_pointers.pointed(csr, np.array([0]), np.array([1]), certain, lists, same, weight, 4)
-    assert own.tolist() == [[2, 0, 1, 1]]
+    own, n_own = _cpu_pointers.pointed(csr, np.array([0]), np.array([1]), certain, lists, same, weight, 4)
+    assert (own.tolist(), n_own.tolist()) == ([[2, 0, 1]], [3])
 
 
 def test_dense_rows_are_refused_and_so_is_nothing_of_its_own():

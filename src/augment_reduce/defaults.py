@@ -21,6 +21,7 @@ from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
 from .sampler import AllClasses, ClassSampler, FeaturePointed, HeadAndTail, UniformPerRow, resolve_sampler
 
 MOST_SHARED = 1000  # classes that a minibatch shares by default
+WORTH_MERGING = 1.5  # rows with the same features, on average, from which they are kept together and scored once
 FEWEST_TO_HALVE = 4  # classes of which two halves say enough about the rest
 LOCAL_STEPS: dict[str, type[LocalStep]] = {
     cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised, CrossFitted)
@@ -38,6 +39,7 @@ class Shape:
     stream: bool = False  # whether these rows are a part of many, and will not come again
     sparse: bool = False  # whether a row says which features it has
     agreement: float = 0.0  # how far one row's step takes another's score: see `Rows.agreement`
+    repeats: float = 1.0  # how many rows have the same features, on average
 
     @classmethod
     def of(
@@ -47,8 +49,8 @@ class Shape:
         """Of these rows, or of those that are active."""
         active = np.arange(X.n_rows) if active is None else active
         n_nonzero = X.n_nonzero * len(active) // X.n_rows
-        sparse = isinstance(X, SparseRows)
-        return cls(len(active), X.n_features, n_classes, n_nonzero, stream, sparse, X.agreement(active, weight))
+        sparse, agreement, repeats = isinstance(X, SparseRows), X.agreement(active, weight), X.repeats(active)
+        return cls(len(active), X.n_features, n_classes, n_nonzero, stream, sparse, agreement, repeats)
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,17 @@ def default_n_sampled(shape: Shape, sampler: ClassSampler) -> int:
     per_row = int(min(max(20.0, math.sqrt(shape.n_classes)), 100.0))
     if isinstance(sampler, FeaturePointed):
         return 4 * per_row
-    return min(10 * per_row, MOST_SHARED) if sampler.name.endswith("shared") else per_row
+    return min(10 * per_row, MOST_SHARED) if sampler.shares else per_row
 
 
 def default_batch_size(shape: Shape) -> int:
-    """A hundredth of the rows, in [32, 512]: at least a hundred steps an epoch unless the data are tiny."""
-    return int(min(max(32, shape.n_rows // 100), 512, max(1, shape.n_rows)))
+    """A hundredth of the rows, in [32, 512]: at least a hundred steps an epoch unless the data are tiny.
+
+    Up to 1,024 where rows with the same features come together: scored once, they cost little more than one row, and
+    say little more (docs/defaults.md).
+    """
+    most = 1024 if shape.repeats >= WORTH_MERGING else 512
+    return int(min(max(32, shape.n_rows // 100), most, max(1, shape.n_rows)))
 
 
 def default_epochs(shape: Shape) -> int:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from . import bounds, predict, quadrature
-from .defaults import Settings
+from .defaults import WORTH_MERGING, Settings
 from .kernels.reference import Parameters
-from .kernels.rows import Rows
+from .kernels.rows import Rows, SparseRows
 from .local import Clock, LocalState
 from .memory import zeros
 from .optim import Prior
@@ -33,6 +33,7 @@ from .vem import Problem, State, as_minibatch
 
 GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
 VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
+RUNS = 64  # different rows of a minibatch, at least, however many have the same features
 MANY_WEIGHTS = 2**24  # from which a GPU is worth the way there and back: at 10^7 six times one CPU core, at 10^8 eight
 
 
@@ -258,9 +259,30 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         optimizer=settings.optimizer.after(fitted.stream_steps),
         prior=prior,
         kernels=kernels,
+        alike=alike_rows(rows.X, active, settings),
     )
     problem.may_compile = compiled.possible(problem, dtype)
     return problem
+
+
+def alike_rows(X: Rows, active: np.ndarray, settings: Settings) -> np.ndarray | None:
+    """For every row of X: those of the same number have the same features. None where too few have, to be worth it.
+
+    Every label of a document an example: then a document's rows have the same scores, but for the label's, and with
+    shared classes these, and the way back, are computed once for all of them. A minibatch has RUNS different rows or
+    more, however many are the same.
+    """
+    most = settings.batch_size // RUNS
+    if not settings.sampler.shares or not isinstance(X, SparseRows) or most < 2 or len(active) < 2:
+        return None
+    from .kernels._cpu_alike import number_alike
+
+    number = number_alike(X, active, most)
+    if len(active) < WORTH_MERGING * (number.max() + 1):
+        return None
+    alike = np.full(X.n_rows, -1)
+    alike[active] = number
+    return alike
 
 
 def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent: bool) -> LocalState:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kernels.alike import Alike
 from .kernels.reference import Parameters
 from .kernels.rows import Rows
 from .optim import Prior, RowOptimizer
@@ -37,7 +38,8 @@ class Scored(NamedTuple):
     """A minibatch with its sampled classes and their scores.
 
     - `pairs`: (B, 1 + S), the label first, where each row has its own classes; None where they are shared;
-    - `gap`: (B, S), psi_k - psi_y, -inf where masked; `psi_y`: (B,). Shared classes come first, a row's own after them.
+    - `gap`: (B, S), psi_k - psi_y, -inf where masked; `psi_y`: (B,). Shared classes come first, a row's own after them;
+    - `alike`: which rows have the same features, and so the same scores but for the label's, where classes are shared.
     """
 
     rows: np.ndarray
@@ -46,31 +48,64 @@ class Scored(NamedTuple):
     pairs: Tensor | None
     gap: Tensor
     psi_y: Tensor
+    alike: Alike | None = None
 
 
 def score(
-    kernels: ModuleType, X: Rows, rows: np.ndarray, labels: Tensor, sampled: Sampled, parameters: Parameters
+    kernels: ModuleType,
+    X: Rows,
+    rows: np.ndarray,
+    labels: Tensor,
+    sampled: Sampled,
+    parameters: Parameters,
+    alike: Alike | None = None,
 ) -> Scored:
     """Scores of the label and of the sampled classes, as gaps. FloatingPointError where a score is not finite."""
-    weight, bias = parameters.weight, parameters.bias
-    pairs = None
     if sampled.shared:
-        psi_own = kernels.pair_scores(X, rows, with_own(labels, sampled), weight, bias)
-        psi = kernels.shared_scores(X, rows, sampled.classes, weight, bias)
-        finite = all_finite(psi_own) and all_finite(psi)
-        gap, psi_y = psi.sub_(psi_own[:, :1]), psi_own[:, 0]
-        if sampled.own is not None:
-            gap = torch.cat([gap, psi_own[:, 1:] - psi_own[:, :1]], dim=1)
+        runs = Alike.none(len(rows)) if alike is None else alike
+        psi, psi_y = score_runs(kernels, X, rows, labels, sampled, parameters, runs)
+        gap, pairs = runs.spread(psi).sub_(psi_y), None
     else:
-        pairs = torch.cat([labels[:, None], sampled.classes], dim=1)
-        psi = kernels.pair_scores(X, rows, pairs, weight, bias)
-        finite = all_finite(psi)
-        gap, psi_y = psi[:, 1:] - psi[:, :1], psi[:, 0]
-    if not finite:
-        raise not_finite()
+        runs, pairs = None, torch.cat([labels[:, None], sampled.classes], dim=1)
+        psi = kernels.pair_scores(X, rows, pairs, parameters.weight, parameters.bias)
+        if not all_finite(psi):
+            raise not_finite()
+        gap, psi_y = psi[:, 1:] - psi[:, :1], psi[:, :1]
     if sampled.mask is not None:
         gap = gap.masked_fill_(sampled.mask, -torch.inf)
-    return Scored(rows, labels, sampled, pairs, gap, psi_y)
+    return Scored(rows, labels, sampled, pairs, gap, psi_y[:, 0], runs)
+
+
+def score_runs(
+    kernels: ModuleType, X: Rows, rows: np.ndarray, labels: Tensor, sampled: Sampled, parameters: Parameters,
+    alike: Alike,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores of the runs with the shared classes and with their own (U, S + P), of rows with their labels (B, 1)."""
+    weight, bias, of_runs = parameters.weight, parameters.bias, rows[alike.first]
+    classes, run, own = own_pairs(labels, sampled, alike)
+    psi_own = kernels.pair_scores(X, of_runs, classes, weight, bias, run)
+    psi = kernels.shared_scores(X, of_runs, sampled.classes, weight, bias)
+    if not (all_finite(psi_own) and all_finite(psi)):
+        raise not_finite()
+    psi_y = psi_own[: len(rows)]
+    if own is not None:
+        of_own = psi.new_zeros(own.shape)
+        of_own[own] = psi_own[len(rows) :, 0]
+        psi = torch.cat([psi, of_own], dim=1)
+    return psi, psi_y
+
+
+def own_pairs(labels: Tensor, sampled: Sampled, alike: Alike) -> tuple[Tensor, np.ndarray, Tensor | None]:
+    """Pairs that are not shared: each row's label, then what the runs have for themselves; (Q, 1), and their runs (Q,).
+
+    And which places of the runs' own (U, P) these are, row by row; None where there are none.
+    """
+    if sampled.own is None or sampled.n_own is None:
+        return labels[:, None], alike.run, None
+    first = torch.from_numpy(alike.first)
+    filled = torch.arange(sampled.own.shape[1]) < sampled.n_own[first][:, None]
+    classes = torch.cat([labels, sampled.own[first][filled]])
+    return classes[:, None], np.concatenate([alike.run, filled.nonzero()[:, 0].numpy()]), filled
 
 
 def not_finite() -> FloatingPointError:
@@ -114,18 +149,29 @@ def push(
             share = F.pad(share, (1, 0), value=prior_scale)
         kernels.push_pairs(X, scored.rows, pairs, grad, share, parameters, optimizer, t, prior)
         return
-    S = len(sampled.classes)
+    assert scored.alike is not None
     grad = grad_gap * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
-    own_grad = torch.cat([grad.sum(dim=1, keepdim=True).neg_(), grad[:, S:]], dim=1)
-    own_share = None
-    if share is not None:
-        share, own_share = share[:, :S], F.pad(share[:, S:], (1, 0), value=prior_scale)
-    kernels.push_shared(
-        X, scored.rows, sampled.classes, grad[:, :S], with_own(labels, sampled), own_grad, share, own_share, parameters,
-        optimizer, t, prior,
+    shares = None if share is None else scored.alike.added(share)
+    push_runs(
+        kernels, X, scored.rows, labels, sampled, scored.alike, scored.alike.added(grad), grad.sum(dim=1).neg_(),
+        shares, prior_scale, parameters, optimizer, t, prior,
     )  # fmt: skip
 
 
-def with_own(labels: Tensor, sampled: Sampled) -> Tensor:
-    """(B, 1 + P): the label, then the classes that the row has for itself."""
-    return labels[:, None] if sampled.own is None else torch.cat([labels[:, None], sampled.own], dim=1)
+def push_runs(
+    kernels: ModuleType, X: Rows, rows: np.ndarray, labels: Tensor, sampled: Sampled, alike: Alike, of_runs: Tensor,
+    of_label: Tensor, shares: Tensor | None, prior_scale: float, parameters: Parameters, optimizer: RowOptimizer,
+    t: int, prior: Prior | None,
+) -> None:  # fmt: skip
+    """As `push`, from derivatives by the scores of runs (U, S + P) and of labels (B,), and the runs' shares."""
+    S, (classes, run, own) = len(sampled.classes), own_pairs(labels, sampled, alike)
+    own_grad = of_label if own is None else torch.cat([of_label, of_runs[:, S:][own]])
+    own_share = None
+    if shares is not None:
+        own_share = torch.full_like(of_label, prior_scale)
+        own_share = own_share if own is None else torch.cat([own_share, shares[:, S:][own]])
+        own_share, shares = own_share[:, None], shares[:, :S]
+    kernels.push_shared(
+        X, rows[alike.first], sampled.classes, of_runs[:, :S], classes, own_grad[:, None], shares, own_share,
+        parameters, optimizer, t, prior, own_rows=run,
+    )  # fmt: skip

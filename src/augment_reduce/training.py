@@ -37,9 +37,14 @@ def mix(seed: int, stream: int, count: int) -> int:
     return z >> 1
 
 
-def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
-    """The permutation of the rows that an epoch follows."""
-    return np.random.Generator(np.random.PCG64(mix(seed, 1, epoch))).permutation(n_rows)
+def epoch_order(seed: int, epoch: int, n_rows: int, alike: np.ndarray | None = None) -> np.ndarray:
+    """The permutation of the rows that an epoch follows; rows of the same number in `alike` come together."""
+    generator = np.random.Generator(np.random.PCG64(mix(seed, 1, epoch)))
+    order = generator.permutation(n_rows)
+    if alike is None:
+        return order
+    place = generator.permutation(int(alike.max()) + 1)
+    return order[np.argsort(place[alike[order]], kind="stable")]
 
 
 @dataclass
@@ -145,6 +150,7 @@ def train(
     last = first + schedule.max_iter - 1
     generator = torch.Generator()
     order_of, order = -1, np.empty(0, dtype=np.int64)
+    alike = None if problem.alike is None else problem.alike[problem.active]
     window, without_gain = Window(), 0
 
     with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
@@ -153,7 +159,7 @@ def train(
             epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)
             if epoch != order_of:
                 order_of = epoch
-                order = problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows)]
+                order = problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows, alike)]
             rows = order[slot * B : (slot + 1) * B]
             generator.manual_seed(mix(schedule.seed, 2, t))
             wanted = t % schedule.bound_every == 0 or t == last

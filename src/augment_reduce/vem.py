@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import bounds
+from .kernels.alike import Alike
 from .kernels.reference import Parameters
 from .kernels.rows import Rows
 from .local import Clock, LocalState, LocalStep
@@ -45,6 +46,9 @@ class Problem:
     optimizer: RowOptimizer
     prior: Prior | None
     kernels: ModuleType
+    alike: np.ndarray | None = (
+        None  # for every row of X: those of the same number have the same features, and come together
+    )
     may_compile: bool = False  # whether kernels/compiled.py may take whole steps, with the same results
 
 
@@ -85,7 +89,8 @@ def step(
             return state, taken
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
-    scored = draw_and_score(problem, state, rows, labels, generator)
+    minibatch = as_minibatch(problem, state, rows, labels)
+    scored = draw_and_score(problem, state, minibatch, generator)
     gap, sampled = scored.gap, scored.sampled
 
     if problem.local is None:
@@ -95,9 +100,8 @@ def step(
         if not problem.local.uses_updated:
             first_visits(problem, state, rows, index, labels, generator)
         bound, grad, floor_hits = problem.local.both_steps(
-            as_minibatch(problem, state, rows, labels), scored.psi_y, state.local, problem.noise, gap, sampled, clock,
-            generator, want_bound,
-        )  # fmt: skip
+            minibatch, scored.psi_y, state.local, problem.noise, gap, sampled, clock, generator, want_bound
+        )
 
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
     row_scale = per_row if problem.sample_weight is None else problem.sample_weight[index] * per_row
@@ -105,7 +109,7 @@ def step(
         problem.kernels, problem.X, scored, grad, row_scale, per_row,
         state.parameters, problem.optimizer, clock.iteration, problem.prior,
     )  # fmt: skip
-    problem.sampler.learn(as_minibatch(problem, state, rows, labels), sampled, grad)
+    problem.sampler.learn(minibatch, sampled, grad)
     state.clock = clock  # last: a step that failed has not happened
     return state, StepInfo(bound, floor_hits)
 
@@ -115,9 +119,9 @@ def take_compiled(
 ) -> StepInfo | None:
     """The step of the compiled twins, or None where they leave it to us."""
     if state.compiled is None or not state.compiled.serves(problem, state):
-        from .kernels.compiled import CompiledStep
+        from .kernels.compiled import step_of
 
-        state.compiled = CompiledStep(problem, state)
+        state.compiled = step_of(problem, state)
     with diverged(state):
         taken = state.compiled(rows, clock, generator, want_bound)
     if taken is None:
@@ -137,19 +141,19 @@ def diverged(state: State) -> Iterator[None]:
 
 def as_minibatch(problem: Problem, state: State, rows: np.ndarray, labels: Tensor) -> Minibatch:
     """What the sampler may look at."""
-    return Minibatch(problem.X, rows, labels, state.parameters, problem.kernels, state.clock.iteration)
+    alike = None if problem.alike is None else Alike.among(problem.alike[rows])
+    return Minibatch(problem.X, rows, labels, state.parameters, problem.kernels, state.clock.iteration, alike)
 
 
-def draw_and_score(
-    problem: Problem, state: State, rows: np.ndarray, labels: Tensor, generator: torch.Generator
-) -> Scored:
+def draw_and_score(problem: Problem, state: State, minibatch: Minibatch, generator: torch.Generator) -> Scored:
     """Sampled classes for these rows, with their gaps psi_k - psi_y (B, S)."""
-    minibatch = as_minibatch(problem, state, rows, labels)
     with diverged(state):
         in_halves = problem.local is not None and problem.local.takes_halves
         draw = problem.sampler.draw_halves if in_halves else problem.sampler.draw_for
         sampled = draw(minibatch, problem.n_sampled, generator=generator)
-        return score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
+        return score(
+            problem.kernels, problem.X, minibatch.rows, minibatch.labels, sampled, state.parameters, minibatch.alike
+        )
 
 
 def first_visits(
@@ -161,7 +165,8 @@ def first_visits(
     new = local.unvisited(state.local, index)
     if not new.any():
         return
-    scored = draw_and_score(problem, state, rows[new.numpy()], labels[new], generator)
+    minibatch = as_minibatch(problem, state, rows[new.numpy()], labels[new])
+    scored = draw_and_score(problem, state, minibatch, generator)
     local.start(state.local, index[new], problem.noise, scored.gap, scored.sampled.log_weight)
 
 

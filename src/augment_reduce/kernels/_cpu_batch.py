@@ -107,18 +107,26 @@ def _load_nonzeros(x: Array, out_ptr: Array, out_index: Array, out_value: Array)
 
 
 @njit(cache=True, **OPTIONS)
-def _number_features(index: Array, number: Array, slot: Array, feature: Array) -> Any:
-    """Number the touched features in the order met. `number` (D,) is zero before and after."""
-    n = np.uint32(0)
+def _touched(index: Array, number: Array, feature: Array) -> int:
+    """Each touched feature once, and how many. `number` (D,) is zero before and one for them after."""
+    n = 0
     for q in range(index.shape[0]):
         if number[index[q]] == 0:
             feature[n] = index[q]
-            n += np.uint32(1)
-            number[index[q]] = n
-        slot[q] = number[index[q]] - np.uint32(1)
-    for u in range(n):
-        number[feature[u]] = 0
+            n += 1
+            number[index[q]] = 1
     return n
+
+
+@njit(cache=True, **OPTIONS)
+def _number_features(index: Array, feature: Array, number: Array, slot: Array) -> None:
+    """slot[q]: the place of index[q] among the features. `number` is zero after."""
+    for u in range(feature.shape[0]):
+        number[feature[u]] = u
+    for q in range(index.shape[0]):
+        slot[q] = number[index[q]]
+    for u in range(feature.shape[0]):
+        number[feature[u]] = 0
 
 
 @njit(cache=True, **OPTIONS)
@@ -204,8 +212,11 @@ def _numbered(ptr: Array, index: Array, value: Array, D: int) -> Csr:
     if max(FEW_FEATURES, nnz // 2) >= D:
         return Csr(ptr, index, index, value, WORK.array("no_index", 0, np.uint32))
     slot, feature = WORK.array("slot", nnz, np.uint32), WORK.array("feature", nnz, np.uint32)
-    U = _number_features(index, WORK.array("number", D, np.uint32), slot, feature)
-    return Csr(ptr, index, slot, value, feature[:U])
+    number = WORK.array("number", D, np.uint32)
+    feature = feature[: _touched(index, number, feature)]
+    feature.sort()  # whoever reads a weight row by them goes through memory in one direction
+    _number_features(index, feature, number, slot)
+    return Csr(ptr, index, slot, value, feature)
 
 
 def in_place(X: Rows, rows: Array, dtype: np.dtype) -> Array | None:

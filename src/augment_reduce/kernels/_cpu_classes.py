@@ -96,15 +96,19 @@ def group_by_class(classes: Array, n: int) -> Groups:
 
 
 @njit(cache=True, **OPTIONS)
-def spread(a: Array, column: Array, own_a: Array, own_column: Array, out: Array) -> None:
-    """a (B, C) and each row's own (B, P), by block of 16 distinct classes: out (blocks, B, 16). Column -1: left out."""
+def spread(a: Array, column: Array, own_a: Array, own_column: Array, own_rows: Array, out: Array) -> None:
+    """a (B, C), and (R, P) of the rows' own, by block of 16 distinct classes: out (blocks, B, 16).
+
+    Line r of the own is of row own_rows[r]; column -1: left out.
+    """
     out[...] = 0
     for b in range(a.shape[0]):
         for c in range(a.shape[1]):
             out[column[c] // LANES, b, column[c] % LANES] += a[b, c]
+    for r in range(own_column.shape[0]):
         for p in range(own_column.shape[1]):
-            if own_column[b, p] >= 0:
-                out[own_column[b, p] // LANES, b, own_column[b, p] % LANES] += own_a[b, p]
+            if own_column[r, p] >= 0:
+                out[own_column[r, p] // LANES, own_rows[r], own_column[r, p] % LANES] += own_a[r, p]
 
 
 @njit(cache=True, **OPTIONS)

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from ._cpu_math import _bits_of_number
+from ._cpu_alike import NO_FEATURES, hash_rows
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
 
 NOBODY = -1
-NO_FEATURES = 0  # the hash of none
 BEFORE_ALL = 1e9  # times the points of a class that came with the very same features
 
 
@@ -44,21 +43,6 @@ def tally(
                     rarest = m
             classes[d, rarest] = k
             counts[d, rarest] += 1
-
-
-@njit(cache=True, **OPTIONS)
-def hash_rows(indptr: Array, indices: Array, values: Array, rows: Array, out: Array) -> None:
-    """out[i]: 64 bits of the features that rows[i] has, and of their values, in whatever order."""
-    for i in range(rows.shape[0]):
-        h = np.uint64(NO_FEATURES)
-        for q in range(indptr[rows[i]], indptr[rows[i] + 1]):
-            if values[q] == 0:
-                continue
-            z = np.uint64(indices[q]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_bits_of_number(values[q]))
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            h += z ^ (z >> np.uint64(31))
-        out[i] = h
 
 
 class Twins(NamedTuple):
@@ -122,25 +106,27 @@ def _place(k: int, keys: Array, mask: Any) -> Any:
 def point(
     lo: int, hi: int, indptr: Array, indices: Array, values: Array, rows: Array, labels: Array, certain: Array,
     classes: Array, counts: Array, seen: Array, group: Array, start: Array, twin: Array, share: Array, weight: Array,
-    out: Array, keys: Array, sums: Array, places: Array,
+    n_own: int, out: Array, found: Array, keys: Array, sums: Array, places: Array,
 ) -> None:  # fmt: skip
-    """out (B, P): the classes of largest sum_d counts[d, k] / seen[d] weight[k], not the label, nor a certain one.
+    """out (B, P): the n_own classes of largest sum_d counts[d, k] / seen[d] weight[k], certain ones left out.
 
-    The labels of rows with the same features (`twins`) come before all others, by their share times weight. Rows that
-    fewer point at get their label for the rest. `keys` (class + 1; zero between calls) and `sums` are a hash table with
+    The labels of rows with the same features (`twins`) come before all others, by their share times weight, and where
+    they are more than n_own as many as there is room for. `found` (B,) says how many, the row's label fills the rest.
+    `keys` (class + 1; zero between calls) and `sums` are a hash table with
     room for twice what a row may meet; `places` says where it was written.
     """
-    P, mask = out.shape[1], np.uint64(keys.shape[0] - 1)
+    mask = np.uint64(keys.shape[0] - 1)
     for b in range(lo, hi):
-        n, label = 0, labels[b]
+        n = 0
         g = group[rows[b]] if rows[b] < group.shape[0] else NOBODY
         begin, end = (start[g], start[g + 1]) if g != NOBODY else (0, 0)
         for i in range(begin, end):
             k = twin[i]
-            if k != label and not certain[k]:
+            if not certain[k]:
                 at = _place(k, keys, mask)
                 keys[at], sums[at], places[n] = k + 1, BEFORE_ALL * share[i] * weight[k], at
                 n += 1
+        P = min(max(n, n_own), out.shape[1])
         for q in range(indptr[rows[b]], indptr[rows[b] + 1]):
             d = indices[q]
             if values[q] == 0 or seen[d] == 0:
@@ -149,7 +135,7 @@ def point(
                 k = classes[d, m]
                 if k == NOBODY:
                     break
-                if k == label or certain[k]:
+                if certain[k]:
                     continue
                 at = _place(k, keys, mask)
                 if keys[at] == 0:
@@ -167,8 +153,9 @@ def point(
             if p < P:
                 out[b, p] = k
                 kept = min(kept + 1, P)
-        for p in range(kept, P):
-            out[b, p] = label
+        found[b] = kept
+        for p in range(kept, out.shape[1]):
+            out[b, p] = labels[b]
         for i in range(n):
             keys[places[i]] = 0
 
@@ -181,15 +168,18 @@ def _before(k: int, s: float, other: int, sums: Array, keys: Array, mask: Any) -
 
 
 @njit(cache=True, **OPTIONS)
-def meet(own: Array, shared: Array, mask: Array, last: Array, before: Array) -> None:
-    """mask[b, s] = True wherever shared[s] is one of own[b].
-
-    `last` (K,), NOBODY between calls: the last column of each class; `before` (S,): the one before it of the same.
-    """
+def link(shared: Array, last: Array, before: Array) -> None:
+    """last[k] (K,), NOBODY before: the last column of shared class k; before[s] (S,): the one before s of the same."""
     for s in range(shared.shape[0]):
         before[s], last[shared[s]] = last[shared[s]], s
+
+
+@njit(cache=True, **OPTIONS)
+def meet(own: Array, found: Array, shared: Array, mask: Array, last: Array, before: Array) -> None:
+    """mask[b, s] = True wherever shared[s] is one of the first found[b] of own[b]; `last`, `before`: see `link`."""
+    link(shared, last, before)
     for b in range(own.shape[0]):
-        for p in range(own.shape[1]):
+        for p in range(found[b]):
             s = last[own[b, p]]
             while s != NOBODY:
                 mask[b, s] = True
@@ -200,20 +190,20 @@ def meet(own: Array, shared: Array, mask: Array, last: Array, before: Array) -> 
 
 def pointed(
     csr: tuple[Array, Array, Array], rows: Array, labels: Array, certain: Array, lists: tuple[Array, Array, Array],
-    same: Twins, weight: Array, n: int,
-) -> Array:  # fmt: skip
-    """(B, n): see `point`; `lists` are classes, counts and seen of `tally`, `same` what `twins` found."""
-    out = np.empty((len(rows), n), np.int64)
+    same: Twins, weight: Array, n_own: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(B, P), (B,): see `point`; `lists` are classes, counts and seen of `tally`, `same` what `twins` found."""
+    out, found = np.empty((len(rows), max(n_own, same.most)), np.int64), np.zeros(len(rows), np.int64)
     if not out.size:
-        return out
+        return out, found
     indptr, M = csr[0], lists[0].shape[1]
     lengths = indptr[rows + 1] - indptr[rows]
     most = max(1, min(int(lengths.max()) * M + same.most, len(certain)))  # different classes that a row may meet
-    cuts = split(len(rows), lambda: lengths * M * 4 + n)
+    cuts = split(len(rows), lambda: lengths * M * 4 + n_own)
     size = 1 << (2 * most).bit_length()
     kinds = (("pointed", size, np.int64), ("points", size, np.float64), ("places", most, np.int64))
     n_parts = len(cuts) - 1
     arrays = [WORK.array(name, n_parts * each, kind).reshape(n_parts, each) for name, each, kind in kinds]
     scratch = list(zip(*arrays, strict=True))
-    run(point, cuts, (*csr, rows, labels, certain, *lists, *same[:4], weight, out), scratch)
-    return out
+    run(point, cuts, (*csr, rows, labels, certain, *lists, *same[:4], weight, n_own, out, found), scratch)
+    return out[:, : max(1, int(found.max()))], found

@@ -17,7 +17,7 @@ from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
 from ..scores import not_finite
-from . import _cpu_team, cpu
+from . import _cpu_team, cpu, runs
 from ._cpu_batch import in_place, load, read_only
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS, step_numbers, two_draws
@@ -36,9 +36,18 @@ NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
 def possible(problem: Problem, dtype: torch.dtype) -> bool:
     """Whether every part of this problem has a compiled twin. Float64 is for comparing, not worth its compiling."""
+    return dtype == torch.float32 and (runs.possible(problem) or by_pairs(problem))
+
+
+def step_of(problem: Problem, state: State) -> CompiledStep | runs.RunsStep:
+    """The steps of a problem for which that is possible."""
+    return CompiledStep(problem, state) if by_pairs(problem) else runs.RunsStep(problem, state)
+
+
+def by_pairs(problem: Problem) -> bool:
+    """Whether these are the paper's steps, with classes for each row."""
     return (
-        dtype == torch.float32
-        and problem.kernels is cpu
+        problem.kernels is cpu
         and problem.method == "augment-reduce"
         and type(problem.sampler) is UniformPerRow
         and type(problem.noise) in NOISES.get(type(problem.local), ())  # type: ignore[arg-type]

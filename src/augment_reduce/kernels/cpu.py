@@ -71,20 +71,26 @@ def _read_in_place(X: Rows, rows: Array, weight: Array) -> Array | None:
     return in_place(X, rows, weight.dtype) if few_weights(X, weight) and len(rows) > 0 else None
 
 
-def pair_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def pair_scores(
+    X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor, own_rows: Array | None = None
+) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
     w, beta, pairs = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
     out = np.empty(pairs.shape, w.dtype)
     x = _read_in_place(X, rows, w)
     if x is not None:
         check_classes(pairs, len(w))
-        _cpu_scores.score_rows(pairs, x, rows, w, beta, out)
+        _cpu_scores.score_rows(pairs, x, rows if own_rows is None else rows[own_rows], w, beta, out)
         return torch.from_numpy(out)
-    batch = load(X, rows, w.dtype, n_classes=pairs.shape[1]) if pairs.size and w.shape[1] else None
+    n_classes = pairs.shape[1] if own_rows is None else 0  # what shared classes need, and the push after them
+    batch = load(X, rows, w.dtype, n_classes=n_classes) if pairs.size and w.shape[1] else None
     if batch is None or batch.empty:
         check_classes(pairs, len(w))
         return torch.from_numpy(beta.take(pairs, out=out, mode="clip"))
-    _cpu_scores.score_pairs(batch, group_by_class(pairs, len(w)), w, beta, out.reshape(-1))
+    groups = group_by_class(pairs, len(w))
+    if own_rows is not None:
+        groups = groups._replace(row=own_rows.astype(np.uint32)[groups.row])
+    _cpu_scores.score_pairs(batch, groups, w, beta, out.reshape(-1))
     return torch.from_numpy(out)
 
 
@@ -294,6 +300,7 @@ def push_shared(
     optimizer: RowOptimizer,
     t: int,
     prior: Prior | None,
+    own_rows: Array | None = None,
 ) -> None:
     """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
     arrays, kind, B = _arrays(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
@@ -314,17 +321,18 @@ def push_shared(
     c = own_c = none = WORK.array("none", 0, dtype)
     shape = (-(-len(distinct) // LANES), B, LANES)
     blocks, blocks_c = WORK.array("blocks", shape[0] * B * LANES, dtype).reshape(shape), none.reshape(0, 0, 0)
-    _cpu_classes.spread(g, column, own_g, own_column, blocks)
+    of_row = np.arange(B) if own_rows is None else own_rows
+    _cpu_classes.spread(g, column, own_g, own_column, of_row, blocks)
     if share is not None and own_share is not None and rule.prior == PRIOR_UNBIASED:
         c, own_c = _values(share, kind), _values(own_share, kind)
         blocks_c = WORK.array("blocks_c", blocks.size, dtype).reshape(shape)
-        _cpu_classes.spread(c, column, own_c, own_column, blocks_c)
+        _cpu_classes.spread(c, column, own_c, own_column, of_row, blocks_c)
         own_c = own_c.reshape(-1)[alone]
     if len(distinct):
         _push_blocks(distinct, _csr(batch, B, dtype), blocks, blocks_c, arrays, rule)
     if len(alone):
         groups = group_by_class(own_class.reshape(-1)[alone][:, None], K)
-        groups = groups._replace(row=(alone // own_class.shape[1]).astype(np.uint32)[groups.row])
+        groups = groups._replace(row=of_row[alone // own_class.shape[1]].astype(np.uint32)[groups.row])
         _push_groups(groups, batch, B, own_g.reshape(-1)[alone], own_c, arrays, rule)
 
 

@@ -106,8 +106,11 @@ def mean_length(X: DeviceRows) -> int:
     return X.n_features if X.indices is None else -(-len(X.values) // max(1, X.n_rows))
 
 
-def pair_scores(X: DeviceRows, rows: np.ndarray, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def pair_scores(
+    X: DeviceRows, rows: np.ndarray, classes: Tensor, weight: Tensor, bias: Tensor, own_rows: np.ndarray | None = None
+) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]], on the CPU."""
+    rows = rows if own_rows is None else rows[own_rows]
     own = classes.to(weight.device)
     psi = bias[own]
     for part in blocks(len(rows), mean_length(X) * classes.shape[1]):
@@ -232,33 +235,39 @@ def push_shared(
     optimizer: RowOptimizer,
     t: int,
     prior: Prior | None,
+    own_rows: np.ndarray | None = None,
 ) -> None:
     """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
     device, dtype = parameters.weight.device, parameters.weight.dtype
     distinct, column = np.unique(classes.numpy(), return_inverse=True)
     own_column = np.searchsorted(distinct, own.numpy())
     among = np.append(distinct, -1)[own_column] == own.numpy()
-    coefficients = [by_class(grad, own_grad, column, own_column, among, len(distinct)).to(device, dtype)]
+    of_row = np.arange(len(rows)) if own_rows is None else own_rows
+    where = column, own_column, among, of_row, len(distinct)
+    coefficients = [by_class(grad, own_grad, *where).to(device, dtype)]
     if share is not None and own_share is not None:
-        coefficients.append(by_class(share, own_share, column, own_column, among, len(distinct)).to(device, dtype))
+        coefficients.append(by_class(share, own_share, *where).to(device, dtype))
     if len(distinct):
         _push_tile(X, rows, torch.from_numpy(distinct).to(device), coefficients, parameters, optimizer, t, prior)
     b, p = (torch.from_numpy(index) for index in np.nonzero(~among))
     if len(b):  # one step an entry: those among the shared classes had theirs above
         rest = own_share[b, p][:, None] if own_share is not None and share is not None else None
         push_pairs(
-            X, rows[b.numpy()], own[b, p][:, None], own_grad[b, p][:, None], rest, parameters, optimizer, t, prior
+            X, rows[of_row[b.numpy()]], own[b, p][:, None], own_grad[b, p][:, None], rest, parameters, optimizer, t,
+            prior,
         )  # fmt: skip
 
 
 def by_class(
-    of_class: Tensor, of_own: Tensor, column: np.ndarray, own_column: np.ndarray, among: np.ndarray, n: int
-) -> Tensor:
+    of_class: Tensor, of_own: Tensor, column: np.ndarray, own_column: np.ndarray, among: np.ndarray,
+    of_row: np.ndarray, n: int,
+) -> Tensor:  # fmt: skip
     """(n, B): coefficients of the rows in each distinct class; repeats, and a row's own among them, add up."""
     total = torch.zeros(n, of_class.shape[0], dtype=of_class.dtype)
     total.index_add_(0, torch.from_numpy(column.reshape(-1)), of_class.T.contiguous())
     b, p = (torch.from_numpy(index) for index in np.nonzero(among))
-    total.index_put_((torch.from_numpy(own_column[among]), b), of_own[b, p], accumulate=True)
+    at = torch.from_numpy(own_column[among]), torch.from_numpy(of_row)[b]
+    total.index_put_(at, of_own[b, p], accumulate=True)
     return total
 
 

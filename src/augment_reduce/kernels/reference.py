@@ -2,15 +2,16 @@
 
 Every kernel module offers these names, with these shapes:
 
-    pair_scores(X, rows, classes (B, C), weight, bias)    -> psi (B, C)
+    pair_scores(X, rows, classes (B, C), weight, bias, own_rows (B,) | None)    -> psi (B, C)
     shared_scores(X, rows, classes (C,), weight, bias)    -> psi (B, C)
     push_pairs(X, rows, classes (B, C), grad (B, C), share (B, C) | None, parameters, optimizer, t, prior)
     push_shared(X, rows, classes (C,), grad (B, C), own (B, P), own_grad (B, P), share (B, C) | None,
-                own_share (B, P) | None, parameters, optimizer, t, prior)
+                own_share (B, P) | None, parameters, optimizer, t, prior, own_rows (B,) | None)
     with_label(grad (B, S), row_scale)                    -> (B, 1 + S), scaled, minus their sum before them
     uniforms(seed, B, S)                                  -> (B, S) float64 in [0, 1), the same for the same seed
     draw_without_replacement(uniforms (B, S), n, labels)  -> (B, S) of range(n), no repeats within a row
 
+`own_rows`: to which of `rows` each line belongs, where it is not line b to row b.
 `grad` is the derivative of the whole objective by the score of that (row, class) pair; `share` is the
 pair's weight in the prior (see `optim.Prior`).
 A push sums the gradients of all pairs of a class first, then lets the optimiser take one step on the
@@ -39,9 +40,11 @@ class Parameters:
     bias_state: list[Tensor] = field(default_factory=list)
 
 
-def pair_scores(X: Rows, rows: np.ndarray, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def pair_scores(
+    X: Rows, rows: np.ndarray, classes: Tensor, weight: Tensor, bias: Tensor, own_rows: np.ndarray | None = None
+) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
-    x = X.dense(rows, weight.dtype)
+    x = X.dense(rows if own_rows is None else rows[own_rows], weight.dtype)
     return (x[:, None, :] * weight[classes]).sum(dim=-1) + bias[classes]
 
 
@@ -99,8 +102,19 @@ def push_shared(
     optimizer: RowOptimizer,
     t: int,
     prior: Prior | None,
+    own_rows: np.ndarray | None = None,
 ) -> None:
     """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
+    if own_rows is not None:  # every pair in a line for itself
+        (B, C), P = grad.shape, own.shape[1]
+        place = np.concatenate([own_rows.repeat(P), np.arange(B).repeat(C)])
+        pairs = torch.cat([own.flatten(), classes.repeat(B)])[:, None]
+        all_grad = torch.cat([own_grad.flatten(), grad.flatten()])[:, None]
+        all_share = None
+        if share is not None and own_share is not None:
+            all_share = torch.cat([own_share.flatten(), share.flatten()])[:, None]
+        push_pairs(X, rows[place], pairs, all_grad, all_share, parameters, optimizer, t, prior)
+        return
     pairs = torch.cat([own, classes.expand(len(rows), -1)], dim=1)
     all_grad = torch.cat([own_grad, grad], dim=1)
     all_share = None

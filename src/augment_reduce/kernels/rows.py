@@ -56,6 +56,14 @@ class SparseRows:
         sign, total = (np.bincount(index, share * part, self.n_features) for part in (np.sign(value), value))
         return of_pairs(float(sign @ total), float(share @ np.abs(value)), n)
 
+    def repeats(self, rows: np.ndarray) -> float:
+        """How many of these rows have the same features and values, on average."""
+        if not len(rows):
+            return 1.0
+        from ._cpu_alike import number_alike
+
+        return len(rows) / (int(number_alike(self, rows, len(rows)).max()) + 1)
+
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         """In how many rows (of these, each once) every feature is non-zero."""
         counted = self.values != 0
@@ -98,6 +106,10 @@ class DenseRows:
             sign, total = sign + share @ np.sign(x), total + share @ x
             own += float(share @ np.abs(x).sum(1))
         return of_pairs(float(sign @ total), own, n)
+
+    def repeats(self, rows: np.ndarray) -> float:
+        """Not looked at: whoever has every label of a document as an example has sparse rows."""
+        return 1.0
 
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         if rows is None or len(rows) == self.n_rows:

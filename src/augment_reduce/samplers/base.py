@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.alike import Alike
+
 DrawWithoutReplacement = Callable[..., Tensor]  # (uniforms (B, S), n, labels (B,) | None) -> (B, S)
 
 
@@ -34,8 +36,8 @@ class Sampled(NamedTuple):
     - `mask`: (B, S), True where a row meets its own label, or a class that stands for it elsewhere; None: nowhere;
     - `distinct`: whether no class stands twice in a row's sample;
     - `halves`: where it was drawn in two; omega is then the mean of the weights given either;
-    - `own`: (B, P), classes that a row has for itself beside the shared ones, as the last P of its S + P columns. Where
-      it has fewer its label fills the rest, masked.
+    - `own`: (B, P), classes that a row has for itself beside the shared ones, as the last P of its S + P columns; the
+      same for rows with the same features. Where it has fewer, `n_own` (B,), some label fills the rest, masked.
     """
 
     classes: Tensor
@@ -44,6 +46,7 @@ class Sampled(NamedTuple):
     distinct: bool
     halves: tuple[Half, Half] | None = None
     own: Tensor | None = None
+    n_own: Tensor | None = None
 
     def columns(self, n_rows: int) -> Tensor:
         """The classes of all columns, a row for each row, or the shared ones alone."""
@@ -64,6 +67,7 @@ class Minibatch(NamedTuple):
     parameters: Any  # Parameters
     kernels: ModuleType
     steps_taken: int
+    alike: Alike | None = None  # which of the rows have the same features, where that is known
 
 
 def many_uniforms(B: int, S: int, generator: torch.Generator) -> Tensor:
@@ -100,6 +104,11 @@ class ClassSampler:
     def size(self, n_sampled_classes: int) -> int:
         """|S| as drawn: never more than there are others to draw."""
         return min(n_sampled_classes, self.n_classes - 1)
+
+    @property
+    def shares(self) -> bool:
+        """Whether a minibatch shares the classes that it draws."""
+        return self.name.endswith("shared")
 
     def bytes(self, n_rows: int, n_features: int) -> int:
         """What it keeps beyond tables of the size of the classes: none, for most."""

@@ -231,6 +231,7 @@ class AllClasses(ClassSampler):
     """Every class, weight one: the full sum, for the exact method and for measuring the bound."""
 
     name: ClassVar[str] = "all"
+    shares: ClassVar[bool] = True
 
     def size(self, n_sampled_classes: int) -> int:
         return self.n_classes

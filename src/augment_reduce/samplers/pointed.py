@@ -13,6 +13,8 @@ from ..kernels.rows import SparseRows
 from .base import ClassSampler, DrawWithoutReplacement, Half, Minibatch, Sampled
 from .fixed import HeadAndTail
 
+ROOM = 4  # times n_own: labels of the same features that a row may have
+
 
 class FeaturePointed(HeadAndTail):
     """`HeadAndTail`, shared by the minibatch, and for each row the P classes at which its features point, weight 1.
@@ -25,10 +27,12 @@ class FeaturePointed(HeadAndTail):
     shared sample meets rarely. Head classes, which are there anyway, are not listed.
 
     Where rows come several times with different labels (every label of a document an example) the other labels come
-    first: nothing is a surer rival than what was right for the very same features, however rare.
+    first: nothing is a surer rival than what was right for the very same features, however rare. All of them, where
+    they are more than P (up to ROOM times as many).
 
     The own classes of a row depend on its features and on the training labels alone, not on the draw: with weight 1 for
-    them, and the shared classes for what they leave, every row's sum stays unbiased.
+    them, and the shared classes for what they leave, every row's sum stays unbiased. A row's label is masked, where it
+    is one of them.
     """
 
     name: ClassVar[str] = "pointed-shared"
@@ -84,7 +88,7 @@ class FeaturePointed(HeadAndTail):
         check_features(X)  # before any step has loaded, and looked at, the rows
         labels = np.ascontiguousarray(labels, np.int64)
         same_as = (X.indptr, X.indices, X.values), rows, labels
-        self._same = twins(*same_as, self.certain(size), self._weight, self.n_own + 1)  # one may be the row's own
+        self._same = twins(*same_as, self.certain(size), self._weight, ROOM * self.n_own)
         if self._knows_rows:
             return
         if len(self.listed) != X.n_features:
@@ -113,11 +117,13 @@ class FeaturePointed(HeadAndTail):
         """A row's own classes are in both halves, as the head is."""
         return self._with_own(super().draw_halves(minibatch, size, generator=generator), minibatch, size)
 
-    def own(self, minibatch: Minibatch, size: int) -> np.ndarray:
-        """(B, P): the classes that these rows' features point at; the label where there are fewer."""
+    def own(self, minibatch: Minibatch, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """(U, P), (U,): the classes that these runs' features point at, and how many; some label for the rest."""
         from ..kernels._cpu_pointers import pointed
 
-        X, labels = sparse(minibatch.X), minibatch.labels.numpy()
+        X, labels, rows = sparse(minibatch.X), minibatch.labels.numpy(), minibatch.rows
+        if minibatch.alike is not None:
+            labels, rows = labels[minibatch.alike.first], rows[minibatch.alike.first]
         if self._same is None or len(self.listed) != X.n_features:
             raise ValueError(
                 f"Expected rows of {len(self.listed)} features, as it has studied, found rows of {X.n_features}. "
@@ -125,28 +131,31 @@ class FeaturePointed(HeadAndTail):
             )
         lists = self.listed, self.counts, self.seen
         csr = X.indptr, X.indices, X.values
-        return pointed(csr, minibatch.rows, labels, self.certain(size), lists, self._same, self._weight, self.n_own)
+        return pointed(csr, rows, labels, self.certain(size), lists, self._same, self._weight, self.n_own)
 
     def _with_own(self, sampled: Sampled, minibatch: Minibatch, size: int) -> Sampled:
         from ..kernels._cpu_pointers import meet
 
-        own, labels = self.own(minibatch, size), minibatch.labels
+        (own, found), classes = self.own(minibatch, size), sampled.classes.numpy()
+        twice = np.zeros((len(own), len(classes)), np.bool_)
+        meet(own, found, classes, twice, self._last, np.empty(len(classes), np.int32))
+        if minibatch.alike is not None:
+            own, found, twice = (of_runs[minibatch.alike.run] for of_runs in (own, found, twice))
         assert sampled.mask is not None
-        shared = sampled.mask.contiguous()
-        before = np.empty(len(sampled.classes), np.int32)
-        meet(own, sampled.classes.numpy(), shared.numpy(), self._last, before)  # a class counts once
-        of_own = torch.from_numpy(own)
+        shared, of_own = sampled.mask | torch.from_numpy(twice), torch.from_numpy(own)  # a class counts once
+        n_own = torch.from_numpy(found)
+        none = torch.arange(own.shape[1]) >= n_own[:, None]
 
         def padded(log_weight: Tensor) -> Tensor:
-            return F.pad(log_weight, (0, self.n_own))
+            return F.pad(log_weight, (0, own.shape[1]))
 
         halves = sampled.halves
         if halves is not None:
             first, second = (Half(padded(half.stands), padded(half.given)) for half in halves)
             halves = (first, first) if halves[0] is halves[1] else (first, second)
         return sampled._replace(
-            own=of_own, log_weight=padded(sampled.log_weight), halves=halves,
-            mask=torch.cat([shared, of_own == labels[:, None]], dim=1),
+            own=of_own, n_own=n_own, log_weight=padded(sampled.log_weight), halves=halves,
+            mask=torch.cat([shared, none.logical_or_(of_own == minibatch.labels[:, None])], dim=1),
         )  # fmt: skip
 
 

@@ -1,0 +1,231 @@
+"""Rows that have the same features: found, kept together, scored once, and no number changed by it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from augment_reduce import AugmentReduceClassifier, CrossFitted, fitting, vem
+from augment_reduce.kernels import _cpu_alike, compiled, cpu, device, reference
+from augment_reduce.kernels.alike import Alike
+from augment_reduce.kernels.rows import as_rows
+from augment_reduce.local import Clock
+from augment_reduce.noise import resolve_noise
+from augment_reduce.optim import Adagrad, Adam, Prior
+from augment_reduce.sampler import AllClasses, FeaturePointed, FrequencyShared, HeadAndTail
+from augment_reduce.training import epoch_order
+from augment_reduce.vem import Problem, State
+
+N, D, K, DOCUMENTS = 240, 30, 40, 45
+
+
+def documents(seed=0, dtype=np.float32):
+    """Every label of a document an example: 45 documents, one of them without features, one row of another order."""
+    rng = np.random.default_rng(seed)
+    once = sparse.random_array((DOCUMENTS, D), density=0.15, rng=rng, format="csr", dtype=np.float64)
+    once = sparse.csr_matrix(once.multiply(np.arange(DOCUMENTS)[:, None] > 0)).astype(dtype)
+    of_document = np.sort(rng.integers(0, DOCUMENTS, N))
+    return sparse.csr_matrix(once[of_document]), np.minimum(rng.zipf(1.3, N) - 1, K - 1), of_document
+
+
+def different_rows():
+    X, y, document = documents(1)
+    first = np.unique(document, return_index=True)[1]
+    return X[first], y[first]
+
+
+def test_numbers_are_those_of_the_documents_in_parts_of_at_most_so_many():
+    X, _, document = documents()
+    rows = np.random.default_rng(1).permutation(N)[:200]
+    number = _cpu_alike.number_alike(as_rows(X), rows, N)
+    pairs = {(number[i], document[n]) for i, n in enumerate(rows)}
+    assert len(pairs) == len(np.unique(document[rows])) == number.max() + 1
+    parts = _cpu_alike.number_alike(as_rows(X), rows, 3)
+    assert np.bincount(parts).max() == 3
+    assert len({(p, n) for p, n in zip(parts, number, strict=True)}) == parts.max() + 1
+    assert parts.max() + 1 == sum(math.ceil(n / 3) for n in np.bincount(number))
+
+
+def test_rows_that_only_look_alike_are_not_taken_for_it(monkeypatch):
+    """Another order, an explicit zero, another value, a hash that they share."""
+    indptr, indices = np.array([0, 2, 4, 6, 9, 11]), np.array([1, 3, 1, 3, 3, 1, 1, 2, 3, 1, 3])
+    values = np.array([1.0, 2, 1, 2, 2, 1, 1, 0, 2, 1, 2.5])
+    X = as_rows(sparse.csr_matrix((values, indices, indptr), shape=(5, 4)))
+    assert len(set(_cpu_alike.number_alike(X, np.arange(5), 9).tolist())) == 4
+    monkeypatch.setattr(_cpu_alike, "hash_rows", lambda indptr, indices, values, rows, out: out.fill(7))
+    number = _cpu_alike.number_alike(X, np.arange(5), 9)
+    assert number[0] == number[1]
+    assert len(set(number[1:].tolist())) == 4
+
+
+def test_an_epoch_has_every_row_once_and_the_same_together():
+    alike = np.random.default_rng(0).integers(0, 40, 300)
+    orders = [epoch_order(seed, epoch, 300, alike) for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    for order in orders:
+        assert sorted(order) == list(range(300))
+        assert np.count_nonzero(np.diff(alike[order])) == len(np.unique(alike)) - 1
+    assert np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], orders[2])
+    assert not np.array_equal(orders[0], orders[3])
+
+
+def problem_of(X, y, *, model="softmax", method="augment-reduce", sampler=None, dtype=torch.float32, **changes):
+    rng = np.random.default_rng(2)
+    sampler = sampler or FeaturePointed(n_own=3, per_feature=4)
+    sampler.bind(np.bincount(y, minlength=K), cpu.draw_without_replacement)
+    sampler.study(as_rows(X), np.arange(N), y, 12)
+    settings = {
+        "X": as_rows(X), "active": np.arange(N), "n_rows": N, "labels": torch.from_numpy(y.astype(np.int64)),
+        "sample_weight": torch.from_numpy(rng.random(N) + 0.5).to(dtype), "method": method,
+        "noise": resolve_noise(model), "sampler": sampler, "n_sampled": 12, "kernels": cpu,
+        "local": CrossFitted() if method == "augment-reduce" else None, "optimizer": Adagrad(0.3, 2.0),
+        "prior": Prior.from_counts(2.0, np.maximum((X != 0).sum(0), 1).A1, N, dtype),
+    }  # fmt: skip
+    return Problem(**{**settings, **changes})
+
+
+def state_of(problem, dtype, scale=1.0):
+    rng = np.random.default_rng(3)
+    weight, bias = (torch.from_numpy(scale * rng.standard_normal(s)).to(dtype) for s in ((K, D), (K,)))
+    of_weight, of_bias = problem.optimizer.init_state(weight), problem.optimizer.init_state(bias)
+    return State(reference.Parameters(weight, bias, of_weight, of_bias), {}, Clock(4, 1))
+
+
+def after_steps(problem, dtype, rows, scale=1.0, n=2):
+    """Parameters, bounds and floor hits after n steps on the rows."""
+    state, bounds, hits = state_of(problem, dtype, scale), [], 0
+    with torch.inference_mode():
+        for t in range(5, 5 + n):
+            generator = torch.Generator().manual_seed(t)
+            state, info = vem.step(problem, state, rows, Clock(t, 1), generator=generator)
+            bounds.append(info.bound)
+            hits += info.floor_hits
+    parameters = state.parameters
+    return [parameters.weight, parameters.bias, *parameters.weight_state, *parameters.bias_state, *bounds], hits
+
+
+ROWS = np.concatenate([np.arange(100, 170), np.arange(10), [3, 3], np.arange(200, 230)])
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "sampler"),
+    [
+        ("softmax", "augment-reduce", FeaturePointed(3, 4)),
+        ("probit", "augment-reduce", FeaturePointed(3, 4)),
+        ("softmax", "augment-reduce", HeadAndTail()),
+        ("softmax", "sampled-softmax", FeaturePointed(3, 4)),
+        ("logistic", "one-vs-each", FrequencyShared()),
+        ("softmax", "exact", AllClasses()),
+    ],
+)
+def test_a_step_that_scores_them_once_is_the_step_that_scores_each(model, method, sampler):
+    X, y, document = documents(dtype=np.float64)
+    settings = {"model": model, "method": method, "sampler": sampler, "dtype": torch.float64}
+    runs = Alike.among(document[ROWS])
+    assert len(runs.first) < 0.5 * len(ROWS)
+    one_by_one, _ = after_steps(problem_of(X, y, **settings), torch.float64, ROWS)
+    once, _ = after_steps(problem_of(X, y, **settings, alike=document), torch.float64, ROWS)
+    for expected, found in zip(one_by_one, once, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("prior", "weighted", "floor"), [(True, True, 1.0), (False, False, 0.0), (True, False, None)])
+@pytest.mark.parametrize("sampler", [FeaturePointed(3, 4), HeadAndTail(), FrequencyShared(), FeaturePointed(40, 40)])
+@pytest.mark.parametrize("scale", [0.3, 30.0])
+def test_one_pass_over_the_runs_makes_the_numbers_of_the_torch_operations(
+    sampler, prior, weighted, floor, known, scale, monkeypatch
+):
+    """In float64, where twenty torch operations and one pass differ by rounding alone; p small and large."""
+    monkeypatch.setattr("augment_reduce.kernels._cpu_work.WORTH_A_THREAD", 1)
+    X, y, document = documents(dtype=np.float64)
+    changes = {"sampler": sampler, "local": CrossFitted(floor=floor), "dtype": torch.float64}
+    changes |= {} if prior else {"prior": None}
+    changes |= {} if weighted else {"sample_weight": None}
+    changes |= {"alike": document} if known else {}
+    problem = problem_of(X, y, **changes)
+    plain, plain_hits = after_steps(problem, torch.float64, ROWS, scale)
+    problem.may_compile = True
+    assert isinstance(compiled.step_of(problem, state_of(problem, torch.float64)), compiled.runs.RunsStep)
+    passed, hits = after_steps(problem, torch.float64, ROWS, scale)
+    assert hits == plain_hits
+    for expected, found in zip(plain, passed, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_a_label_far_above_or_below_all_others_stays_finite():
+    """psi_y up to 300 above and below: beyond what a float32 exponential reaches."""
+    X, y, document = documents()
+    problem = problem_of(X, y, alike=document, prior=None, optimizer=Adam(1e-3))
+    problem.may_compile = True
+    found, _ = after_steps(problem, torch.float32, ROWS, scale=150.0)
+    assert all(torch.isfinite(t).all() for t in found)
+    plain = problem_of(X, y, alike=document, prior=None, optimizer=Adam(1e-3))
+    expected, _ = after_steps(plain, torch.float32, ROWS, scale=150.0)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=2e-3)
+
+
+def test_only_the_default_with_shared_classes_goes_by_runs():
+    X, y, _ = documents()
+    assert compiled.possible(problem_of(X, y), torch.float32)
+    assert not compiled.possible(problem_of(X, y), torch.float64)
+    for changes in ({"model": "probit"}, {"method": "sampled-softmax"}, {"sampler": AllClasses()}):
+        assert not compiled.possible(problem_of(X, y, **changes), torch.float32)
+
+
+@pytest.mark.parametrize("optimizer", [Adagrad(0.3, 1.0), Adam(0.1)])
+@pytest.mark.parametrize("with_prior", [False, True])
+@pytest.mark.parametrize("kernels", [cpu, device])
+def test_pairs_that_belong_to_any_row_are_those_of_the_reference(kernels, optimizer, with_prior):
+    """Lines that are not row by row: some rows have several, some none."""
+    X, _, _ = documents(dtype=np.float64)
+    rng, rows = np.random.default_rng(0), np.arange(50, 80)
+    of_line = rng.integers(0, 25, 70)
+    shared, own = torch.from_numpy(rng.permutation(K)[:9]), torch.from_numpy(rng.integers(0, K, (70, 2)))
+    grad, own_grad, share, own_share = (
+        torch.from_numpy(rng.standard_normal(size)) for size in ((30, 9), (70, 2), (30, 9), (70, 2))
+    )
+    shares = (share.abs(), own_share.abs()) if with_prior else (None, None)
+    prior = Prior.from_counts(2.0, np.maximum((X != 0).sum(0), 1).A1, N, torch.float64) if with_prior else None
+    results = []
+    for module in (reference, kernels):
+        weight, bias = (torch.from_numpy(np.random.default_rng(1).standard_normal(s)) for s in ((K, D), (K,)))
+        parameters = reference.Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
+        there = as_rows(X)
+        if module is device:
+            there = device.DeviceRows.of(there, torch.device("cpu"), torch.float64)
+        psi = module.pair_scores(there, rows, own, weight, bias, of_line)
+        module.push_shared(
+            there, rows, shared, grad, own, own_grad, *shares, parameters, optimizer, 3, prior, own_rows=of_line
+        )
+        results.append([psi, weight, bias, *parameters.weight_state, *parameters.bias_state])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_estimator_merges_documents_and_leaves_different_rows_as_they_are(monkeypatch):
+    X, y, _ = documents()
+    problems, train = [], fitting.train
+    monkeypatch.setattr(fitting, "train", lambda problem, *rest: problems.append(problem) or train(problem, *rest))
+    settings = {"class_sampling": "pointed-shared", "n_sampled_classes": 8, "random_state": 0, "max_epochs": 2}
+    settings["batch_size"] = 128
+    AugmentReduceClassifier(**settings).fit(X, y)
+    weight = np.ones(N)
+    weight[:50] = 0.0
+    AugmentReduceClassifier(**settings).fit(X, y, sample_weight=weight)
+    AugmentReduceClassifier(**settings).fit(*different_rows())
+    AugmentReduceClassifier(**{**settings, "class_sampling": "uniform"}).fit(X, y)
+    assert [problem.alike is not None for problem in problems] == [True, True, False, False]
+    assert np.bincount(problems[0].alike).max() == 2  # at least 64 different rows, or parts, of a minibatch of 128
+    assert (problems[1].alike[:50] == -1).all()
+    assert (problems[1].alike[50:] >= 0).all()
+
+
+def test_a_fit_that_goes_on_is_one_that_never_stopped():
+    X, y, _ = documents()
+    settings = {"class_sampling": "pointed-shared", "n_sampled_classes": 8, "random_state": 0, "batch_size": 128}
+    whole = AugmentReduceClassifier(max_iter=6, **settings).fit(X, y)
+    parts = AugmentReduceClassifier(max_iter=3, warm_start=True, **settings).fit(X, y).fit(X, y)
+    assert torch.equal(whole._fitted.parameters.weight, parts._fitted.parameters.weight)
