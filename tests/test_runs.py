@@ -208,6 +208,7 @@ def test_pairs_that_belong_to_any_row_are_those_of_the_reference(kernels, optimi
 def test_the_estimator_merges_documents_and_leaves_different_rows_as_they_are(monkeypatch):
     X, y, _ = documents()
     problems, train = [], fitting.train
+    monkeypatch.setattr(fitting, "RUNS", 64)
     monkeypatch.setattr(fitting, "train", lambda problem, *rest: problems.append(problem) or train(problem, *rest))
     settings = {"class_sampling": "pointed-shared", "n_sampled_classes": 8, "random_state": 0, "max_epochs": 2}
     settings["batch_size"] = 128
@@ -223,7 +224,8 @@ def test_the_estimator_merges_documents_and_leaves_different_rows_as_they_are(mo
     assert (problems[1].alike[50:] >= 0).all()
 
 
-def test_a_fit_that_goes_on_is_one_that_never_stopped():
+def test_a_fit_that_goes_on_is_one_that_never_stopped(monkeypatch):
+    monkeypatch.setattr(fitting, "RUNS", 64)
     X, y, _ = documents()
     settings = {"class_sampling": "pointed-shared", "n_sampled_classes": 8, "random_state": 0, "batch_size": 128}
     whole = AugmentReduceClassifier(max_iter=6, **settings).fit(X, y)

@@ -33,7 +33,7 @@ from .vem import Problem, State, as_minibatch
 
 GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
 VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
-RUNS = 64  # different rows of a minibatch, at least, however many have the same features
+RUNS = 128  # different rows of a minibatch, at least, however many have the same features
 MANY_WEIGHTS = 2**24  # from which a GPU is worth the way there and back: at 10^7 six times one CPU core, at 10^8 eight
 
 
