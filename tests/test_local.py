@@ -125,6 +125,22 @@ def test_persistent_newton_from_samples_approaches_the_full_optimum():
     assert ((brute_force(noise, gap) - found) < 5e-3).all()
 
 
+def test_a_second_move_comes_closer_where_the_scores_have_moved():
+    """q is the best for the scores of the last visit; since then every gap moved by about a half."""
+    noise, gap = Logistic(), gaps(200, 60)
+    since = gap + 0.5 * torch.randn(gap.shape, dtype=gap.dtype, generator=rng(3)) + 0.5
+    best = fit_gaussian(noise, since, ZERO, n_moves=100)
+    best_bound, rows, lost = noise_bound(noise, since, ZERO, gaussian_nodes(*best, 40)), torch.arange(200), []
+    for n_moves in (1, 2):
+        local = Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True, n_moves=n_moves)
+        state = local.init_state(200, torch.float64)
+        state["mu"], state["precision"] = fit_gaussian(noise, gap, ZERO, n_moves=100)
+        local.update(state, rows, noise, since, ZERO, Clock(1, 1), rng(0))
+        assert state["visits"].tolist() == [1] * 200
+        lost.append(float((best_bound - local.full_bound(state, rows, noise, since)).mean()))
+    assert 0.0 < lost[1] < 0.6 * lost[0]
+
+
 def test_newton_move_is_unbiased_in_what_it_averages():
     """With alpha fixed the new precision, averaged over every subset of classes, is that of the full sum."""
     import itertools

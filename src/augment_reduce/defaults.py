@@ -260,7 +260,8 @@ def resolve_local(
     elif local_step is None and isinstance(sampler, AllClasses):
         if softmax:
             return NaturalGradient(StepSize(1.0, 0.0, "visits"), uses_updated=True, floor=False)
-        return Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True)
+        # A probit is there after one move; a logistic's linear tails make Newton overshoot (docs/defaults.md)
+        return Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True, n_moves=1 if noise.name == "probit" else 2)
     else:
         name = default_local_step(noise, shape, n_sampled) if local_step is None else local_step
         if name not in LOCAL_STEPS:

@@ -306,13 +306,15 @@ class Newton(LocalStep):
         precision <- (1 - alpha) precision + alpha max(-E_q[f''], tiny)         mu <- mu + alpha E_q[f'] / precision
 
     E_q by Gauss-Hermite. E_q[f'] and E_q[f''] are linear in the sum over classes, so a sample estimates them
-    without bias. One move is at most two standard deviations of q.
+    without bias. One move is at most two standard deviations of q; a visit makes `n_moves` of them, after the first at
+    most half the way: where that went too far they have to come back.
     """
 
     name: ClassVar[str] = "newton"
     step_size: StepSize = field(default_factory=lambda: StepSize(1.0, 0.6, "visits"))
     uses_updated: bool = False
     n_nodes: int = 5
+    n_moves: int = 1
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         return {
@@ -337,6 +339,8 @@ class Newton(LocalStep):
         mu, precision, visits = state["mu"][rows], state["precision"][rows], state["visits"][rows]
         alpha = self.step_size.at(visits, clock, mu.dtype)
         mu, precision, hazard = newton_move(noise, gap, log_weight, mu, precision, alpha, self.n_nodes)
+        for _ in range(self.n_moves - 1):
+            mu, precision, _ = newton_move(noise, gap, log_weight, mu, precision, alpha.clamp_max(0.5), self.n_nodes)
         state["mu"][rows], state["precision"][rows], state["visits"][rows] = mu, precision, visits + 1
         return hazard
 
