@@ -34,12 +34,13 @@ from common import kept
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.data import load_dataset
-from augment_reduce.defaults import Shape, default_adagrad, default_batch_size
+from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, default_sampler
 from augment_reduce.experiments.settings import STUDIES, Study
 from augment_reduce.experiments.sources import load
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import NaturalGradient, Newton
 from augment_reduce.noise import resolve_noise
+from augment_reduce.sampler import resolve_sampler
 
 DEBIAN = {
     #            name           title                   N_train  N_test   D        K      |B| |S|  iterations  timing
@@ -75,7 +76,9 @@ def one_fit(study: Study, model: str, step: str, seed: int, iterations: int | No
     X, y, X_test, y_test = rows_of(study, seed)
     if step not in ("paper", "E step", "default"):
         shape, noise = Shape.of(as_rows(X), len(np.unique(y))), resolve_noise(model)
-        clf.optimizer = replace(default_adagrad(None, noise, shape, default_batch_size(shape)), bias_scale=1.0)
+        sampler = resolve_sampler(default_sampler(shape)) if step in ("classes", "whole E step") else None
+        adagrad = default_adagrad(None, noise, shape, default_batch_size(shape, sampler))
+        clf.optimizer = replace(adagrad, bias_scale=1.0)
     clf.fit(X, y)
     gaps = clf.history_["bound_gap"][~np.isnan(clf.history_["bound_gap"])]
     accuracy = float(np.mean(clf.predict(X_test) == y_test))

@@ -13,13 +13,14 @@ from user_noises import Laplace, StudentT3
 from augment_reduce import AugmentReduceClassifier, fitting
 from augment_reduce.amortised import Amortised
 from augment_reduce.crossed import CrossFitted
-from augment_reduce.defaults import Shape, default_epochs, default_prior_variance, resolve
+from augment_reduce.defaults import Shape, default_batch_size, default_epochs, default_prior_variance, resolve
 from augment_reduce.edge import memory_bytes
 from augment_reduce.fitting import TrainingRows
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import NaturalGradient, Newton
 from augment_reduce.noise import NOISES, resolve_noise
 from augment_reduce.optim import Adagrad
+from augment_reduce.sampler import resolve_sampler
 
 MNIST = Shape(60_000, 784, 10, 60_000 * 150)
 BIBTEX = Shape(4_880, 1_836, 146, 4_880 * 68)
@@ -249,3 +250,11 @@ def test_memory_is_said_by_what_is_kept():
     assert cache["class sampler"] == 8 * 4 * DEBIAN.n_rows
     probit = memory_bytes(settings(BIBTEX, "probit"), BIBTEX, early_stopping=False)
     assert probit["one step"] > memory_bytes(settings(BIBTEX), BIBTEX, early_stopping=False)["one step"]
+
+
+def test_larger_minibatches_only_where_rows_come_together():
+    many = Shape(200_000, 20_000, 5_000, 2_600_000, sparse=True, repeats=5.0)
+    assert default_batch_size(many, resolve_sampler("head-tail-shared")) == 1024
+    assert default_batch_size(many, resolve_sampler("uniform")) == 512
+    assert default_batch_size(many) == 512
+    assert default_batch_size(replace(many, repeats=1.2), resolve_sampler("head-tail-shared")) == 512

@@ -8,7 +8,7 @@ import torch
 from scipy import sparse
 
 from augment_reduce import AugmentReduceClassifier, CrossFitted, fitting, vem
-from augment_reduce.kernels import _cpu_alike, compiled, cpu, device, reference
+from augment_reduce.kernels import _cpu_alike, _cpu_batch, _cpu_pointers, _cpu_runs, compiled, cpu, device, reference
 from augment_reduce.kernels.alike import Alike
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import Clock
@@ -22,7 +22,7 @@ N, D, K, DOCUMENTS = 240, 30, 40, 45
 
 
 def documents(seed=0, dtype=np.float32):
-    """Every label of a document an example: 45 documents, one of them without features, one row of another order."""
+    """Every label of a document an example: 45 documents, one of them without features."""
     rng = np.random.default_rng(seed)
     once = sparse.random_array((DOCUMENTS, D), density=0.15, rng=rng, format="csr", dtype=np.float64)
     once = sparse.csr_matrix(once.multiply(np.arange(DOCUMENTS)[:, None] > 0)).astype(dtype)
@@ -65,10 +65,18 @@ def test_an_epoch_has_every_row_once_and_the_same_together():
     orders = [epoch_order(seed, epoch, 300, alike) for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))]
     for order in orders:
         assert sorted(order) == list(range(300))
-        assert np.count_nonzero(np.diff(alike[order])) == len(np.unique(alike)) - 1
+        ring = alike[np.append(order, order[0])]  # one group may be cut, its ends first and last
+        assert np.count_nonzero(np.diff(ring)) == len(np.unique(alike))
     assert np.array_equal(orders[0], orders[1])
     assert not np.array_equal(orders[0], orders[2])
     assert not np.array_equal(orders[0], orders[3])
+
+
+def test_a_row_of_a_large_group_is_as_likely_as_any_to_be_the_last():
+    """Fifty groups of eight and 401 single rows; failing by chance: 5 standard errors, below 1e-6."""
+    alike = np.concatenate([np.arange(50).repeat(8), np.arange(50, 451)])
+    last = np.array([epoch_order(seed, 0, 801, alike)[-1] for seed in range(600)])
+    assert abs((last < 400).mean() - 400 / 801) < 5 * 0.5 / 600**0.5
 
 
 def problem_of(X, y, *, model="softmax", method="augment-reduce", sampler=None, dtype=torch.float32, **changes):
@@ -165,6 +173,80 @@ def test_a_label_far_above_or_below_all_others_stays_finite():
     plain = problem_of(X, y, alike=document, prior=None, optimizer=Adam(1e-3))
     expected, _ = after_steps(plain, torch.float32, ROWS, scale=150.0)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=2e-3)
+
+
+def test_what_is_left_beside_a_label_that_is_nearly_all_keeps_its_digits():
+    """The label, in the sample too, 25 to 35 above its rivals: they are e^-30 of the sum."""
+    psi = np.array([[30.0, -1.0, 0.5, 2.0]], np.float32)
+    last, before = np.full(6, -1, np.int32), np.empty(4, np.int32)
+    classes = np.array([3, 1, 4, 5])
+    _cpu_pointers.link(classes, last, before)
+    ones, grad, of_label = np.ones((1, 4), np.float32), np.empty((1, 4), np.float32), np.empty(1, np.float32)
+    _cpu_runs.cross_fitted_runs(
+        0, 1, psi, np.array([30.0], np.float32), np.array([0, 1]), np.array([3]), np.empty((1, 0), np.int64),
+        np.zeros(1, np.int64), last, before, ones, ones, ones[0], np.ones(1, np.float32), 0, 1.0, np.inf, grad,
+        of_label, np.empty((0, 4), np.float32), np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(4, np.int64),
+        np.zeros(4),
+    )  # fmt: skip
+    rivals = np.exp(np.array([-31.0, -29.5, -28.0]))
+    np.testing.assert_allclose(of_label[0], rivals.sum(), rtol=1e-6)
+    np.testing.assert_allclose(grad[0], [0.0, *-rivals], rtol=1e-6, atol=1e-22)
+
+
+def test_an_interrupt_while_a_minibatch_is_loaded_leaves_no_trace(monkeypatch):
+    """Between finding the touched features and numbering them; D beyond the number for which none is needed."""
+    rng = np.random.default_rng(0)
+    X = sparse.random_array((60, 6000), density=0.01, rng=rng, format="csr", dtype=np.float32)
+    weight, bias = torch.from_numpy(rng.standard_normal((7, 6000)).astype(np.float32)), torch.zeros(7)
+    rows, other, classes = np.arange(30), np.arange(30, 60), torch.arange(7)
+    expected = cpu.shared_scores(as_rows(X), other, classes, weight, bias)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_cpu_batch, "_number_features", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cpu.shared_scores(as_rows(X), rows, classes, weight, bias)
+    assert torch.equal(cpu.shared_scores(as_rows(X), other, classes, weight, bias), expected)
+
+
+class OneOfItsOwn(HeadAndTail):
+    """A sampler of the user's: besides, for each row, the class after its label, and nothing said of how many."""
+
+    name = "one-of-its-own-shared"
+
+    def draw_for(self, minibatch, size, *, generator):
+        sampled, labels = super().draw_for(minibatch, size, generator=generator), minibatch.labels
+        own = (labels[:, None] + 1) % self.n_classes
+        return sampled._replace(
+            own=own, log_weight=torch.nn.functional.pad(sampled.log_weight, (0, 1)),
+            mask=torch.nn.functional.pad(sampled.mask | (sampled.classes == own), (0, 1)),
+        )  # fmt: skip
+
+
+def test_a_sampler_of_the_user_may_have_own_classes_by_the_label():
+    X, y, _ = documents(dtype=np.float64)
+    problem = problem_of(X, y, method="sampled-softmax", sampler=OneOfItsOwn(), dtype=torch.float64)
+    found, _ = after_steps(problem, torch.float64, ROWS)
+    problem.kernels = reference
+    expected, _ = after_steps(problem, torch.float64, ROWS)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    settings = AugmentReduceClassifier(
+        class_sampling=OneOfItsOwn(), method="sampled-softmax", max_iter=2, batch_size=240
+    )
+    problems, train = [], fitting.train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "RUNS", 2)
+        patch.setattr(fitting, "train", lambda problem, *rest: problems.append(problem) or train(problem, *rest))
+        settings.fit(X, y)
+    assert problems[0].alike is None
+
+
+def test_whole_numbers_are_compared_too():
+    X = sparse.csr_matrix(np.array([[1, 0, 2], [1, 0, 2], [0, 3, 0]], np.int8))
+    assert as_rows(X).repeats(np.arange(3)) == pytest.approx(1.5)
 
 
 def test_only_the_default_with_shared_classes_goes_by_runs():

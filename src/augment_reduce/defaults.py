@@ -115,13 +115,14 @@ def default_n_sampled(shape: Shape, sampler: ClassSampler) -> int:
     return min(10 * per_row, MOST_SHARED) if sampler.shares else per_row
 
 
-def default_batch_size(shape: Shape) -> int:
+def default_batch_size(shape: Shape, sampler: ClassSampler | None = None) -> int:
     """A hundredth of the rows, in [32, 512]: at least a hundred steps an epoch unless the data are tiny.
 
-    Up to 1,024 where rows with the same features come together: scored once, they cost little more than one row, and
-    say little more (docs/defaults.md).
+    Up to 1,024 where rows with the same features come together, which takes classes that a minibatch shares: scored
+    once, they cost little more than one row, and say little more (docs/defaults.md).
     """
-    most = 1024 if shape.repeats >= WORTH_MERGING else 512
+    together = sampler is not None and sampler.shares and shape.repeats >= WORTH_MERGING
+    most = 1024 if together else 512
     return int(min(max(32, shape.n_rows // 100), most, max(1, shape.n_rows)))
 
 
@@ -300,7 +301,7 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
     n_sampled = default_n_sampled(shape, sampler) if asked is None else int(asked)  # type: ignore[call-overload]
     sampler.n_classes = shape.n_classes
     batch_size = get("batch_size")
-    B = default_batch_size(shape) if batch_size is None else min(int(batch_size), shape.n_rows)  # type: ignore[call-overload]
+    B = default_batch_size(shape, sampler) if batch_size is None else min(int(batch_size), shape.n_rows)  # type: ignore[call-overload]
     per_epoch = -(-shape.n_rows // B)
     max_iter, max_epochs = get("max_iter"), get("max_epochs")
     if max_iter is None:

@@ -55,7 +55,8 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     item = torch.empty(0, dtype=settings.dtype).element_size()
     matrix = shape.n_classes * shape.n_features * item
     nodes = 1 if settings.noise.name == "softmax" else getattr(settings.local, "n_nodes", 1)
-    per_step = settings.batch_size * (settings.n_sampled_classes + 1) * ((item + 8) * 4 + 3 * item * (nodes - 1))
+    columns = settings.n_sampled_classes + 1 + settings.sampler.most_own()
+    per_step = settings.batch_size * columns * ((item + 8) * 4 + 3 * item * (nodes - 1))
     sizes = {"weights": matrix}
     sizes["optimiser state"] = (
         shape.n_classes * item if settings.optimizer.rowwise else settings.optimizer.n_states * matrix
@@ -65,6 +66,7 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     kept_for_rows = settings.local is not None and settings.local.remembers
     sizes["per-row state"] = shape.n_rows * 3 * item if kept_for_rows else 0
     sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
+    sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # which have the same features; 8 of them stay
     sizes["one step"] = per_step
     return sizes
 

@@ -33,7 +33,7 @@ from .vem import Problem, State, as_minibatch
 
 GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
 VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
-RUNS = 128  # different rows of a minibatch, at least, however many have the same features
+RUNS = 128  # different rows of a minibatch, at least, or parts of what is the same
 MANY_WEIGHTS = 2**24  # from which a GPU is worth the way there and back: at 10^7 six times one CPU core, at 10^8 eight
 
 
@@ -179,7 +179,9 @@ def run_here(
         fitted.rows_seen += len(active)
         if settings.prior_variance is not None:
             fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts(active)
+    began = time.perf_counter()
     problem = make_problem(fitted, settings, rows, active)
+    prepared = time.perf_counter() - began
     problem.sampler.resume(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
@@ -203,11 +205,14 @@ def run_here(
     )
     with threads(options["n_jobs"]), one_torch_thread(), TrainingProgress(n_iter, options["verbose"]) as progress:
         progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
+        if problem.alike is not None:
+            parts = int(problem.alike.max()) + 1
+            progress.say(f"{len(active):,} rows, many with the same features: kept together in {parts:,} parts")
         with progress.may_compile():
             problem.sampler.warm_up(rows.X)
         began = time.perf_counter()
         problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
-        schedule = replace(schedule, seconds_before=time.perf_counter() - began)
+        schedule = replace(schedule, seconds_before=prepared + time.perf_counter() - began)
         try:
             train(problem, state, schedule, evaluators, progress, fitted.run)
         finally:  # an interrupted fit keeps what it has learned, and can go on from there
@@ -269,11 +274,12 @@ def alike_rows(X: Rows, active: np.ndarray, settings: Settings) -> np.ndarray | 
     """For every row of X: those of the same number have the same features. None where too few have, to be worth it.
 
     Every label of a document an example: then a document's rows have the same scores, but for the label's, and with
-    shared classes these, and the way back, are computed once for all of them. A minibatch has RUNS different rows or
-    more, however many are the same.
+    shared classes these, and the way back, are computed once for all of them. A minibatch has RUNS different rows, or
+    parts of B / RUNS rows that are the same. Only with samplers of ours, whose own classes go by features.
     """
     most = settings.batch_size // RUNS
-    if not settings.sampler.shares or not isinstance(X, SparseRows) or most < 2 or len(active) < 2:
+    ours = type(settings.sampler).__module__.startswith("augment_reduce.")
+    if not (ours and settings.sampler.shares) or not isinstance(X, SparseRows) or most < 2 or len(active) < 2:
         return None
     from .kernels._cpu_alike import number_alike
 

@@ -100,10 +100,12 @@ def own_pairs(labels: Tensor, sampled: Sampled, alike: Alike) -> tuple[Tensor, n
 
     And which places of the runs' own (U, P) these are, row by row; None where there are none.
     """
-    if sampled.own is None or sampled.n_own is None:
+    if sampled.own is None:
         return labels[:, None], alike.run, None
     first = torch.from_numpy(alike.first)
-    filled = torch.arange(sampled.own.shape[1]) < sampled.n_own[first][:, None]
+    filled = torch.ones(len(first), sampled.own.shape[1], dtype=torch.bool)
+    if sampled.n_own is not None:
+        filled = torch.arange(sampled.own.shape[1]) < sampled.n_own[first][:, None]
     classes = torch.cat([labels, sampled.own[first][filled]])
     return classes[:, None], np.concatenate([alike.run, filled.nonzero()[:, 0].numpy()]), filled
 

@@ -44,7 +44,8 @@ def epoch_order(seed: int, epoch: int, n_rows: int, alike: np.ndarray | None = N
     if alike is None:
         return order
     place = generator.permutation(int(alike.max()) + 1)
-    return order[np.argsort(place[alike[order]], kind="stable")]
+    order = order[np.argsort(place[alike[order]], kind="stable")]
+    return np.roll(order, generator.integers(n_rows))  # or rows that are many alike would seldom be the last ones
 
 
 @dataclass

@@ -21,7 +21,9 @@ def hash_rows(indptr: Array, indices: Array, values: Array, rows: Array, out: Ar
         for q in range(indptr[rows[i]], indptr[rows[i] + 1]):
             if values[q] == 0:
                 continue
-            z = np.uint64(indices[q]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_bits_of_number(values[q]))
+            z = np.uint64(indices[q]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+                _bits_of_number(np.float64(values[q]))
+            )
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             h += z ^ (z >> np.uint64(31))

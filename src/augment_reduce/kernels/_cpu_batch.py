@@ -108,19 +108,21 @@ def _load_nonzeros(x: Array, out_ptr: Array, out_index: Array, out_value: Array)
 
 @njit(cache=True, **OPTIONS)
 def _touched(index: Array, number: Array, feature: Array) -> int:
-    """Each touched feature once, and how many. `number` (D,) is zero before and one for them after."""
+    """Each touched feature once, and how many. `number` (D,) is zero before and after: an interrupt may follow."""
     n = 0
     for q in range(index.shape[0]):
         if number[index[q]] == 0:
             feature[n] = index[q]
             n += 1
             number[index[q]] = 1
+    for u in range(n):
+        number[feature[u]] = 0
     return n
 
 
 @njit(cache=True, **OPTIONS)
 def _number_features(index: Array, feature: Array, number: Array, slot: Array) -> None:
-    """slot[q]: the place of index[q] among the features. `number` is zero after."""
+    """slot[q]: the place of index[q] among the features. `number` is zero before and after."""
     for u in range(feature.shape[0]):
         number[feature[u]] = u
     for q in range(index.shape[0]):

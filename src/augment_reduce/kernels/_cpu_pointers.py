@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from ._cpu_alike import NO_FEATURES, hash_rows
+from ._cpu_batch import read_only
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
 
@@ -67,7 +68,7 @@ def twins(
     Found by a hash of the features. Should two of these collide, a row has classes that say nothing: no harm.
     """
     hashes = np.empty(len(rows), np.uint64)
-    hash_rows(*csr, rows, hashes)
+    hash_rows(*(read_only(a) for a in csr), rows, hashes)
     group = np.unique(hashes, return_inverse=True)[1].reshape(-1)
     order = np.lexsort((labels, group))
     g, k = group[order], labels[order]

@@ -3,7 +3,7 @@
     eta_A = e_y + sum_k stands_k e_k     pull = sum over rows and halves of given_k e_k / eta_A     e_k = e^(psi_k - m)
 
 The exponentials of a run are those of all its rows: what differs is the label, whose own columns are taken out of the
-sums. That is done in float64, so that a label which is nearly all of a sum leaves the rest of it as exact as it was.
+sums, in float64; where they are nearly all of a sum the rest of it is summed again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ._cpu_types import OPTIONS, Array
 
 NOBODY = -1
 SMALLEST = 1e-30  # as in `crossed`
+NEARLY_ALL = 1e-6  # of a sum: what is left when so much of it is taken away has lost its digits
 
 
 @njit(**OPTIONS)
@@ -57,6 +58,24 @@ def _sums(e: Array, weights: Array, out: Array) -> None:
         out[i] = part.sum()
 
 
+@njit(**OPTIONS)
+def _rest(total: float, e: Array, weight: Array, columns: Array, n: int) -> float:
+    """total = sum_k weight_k e_k without n of its columns."""
+    rest = total
+    for i in range(n):
+        rest -= np.float64(weight[columns[i]]) * np.float64(e[columns[i]])
+    if n == 0 or rest > NEARLY_ALL * total:
+        return rest
+    rest = 0.0
+    for k in range(e.shape[0]):
+        counts = True
+        for i in range(n):
+            counts = counts and k != columns[i]
+        if counts:
+            rest += np.float64(weight[k]) * np.float64(e[k])
+    return rest
+
+
 @njit(cache=True, **OPTIONS)
 def cross_fitted_runs(
     lo: int, hi: int, psi: Array, psi_y: Array, start: Array, labels: Array, own: Array, n_own: Array, last: Array,
@@ -94,11 +113,9 @@ def cross_fitted_runs(
             if bound.shape[0] > 0:
                 bound[b] = 0
             for h in range(H):
-                rest, target = all_stands[h], all_given[h]
-                for i in range(n):
-                    rest -= np.float64(stands[h, columns[i]]) * np.float64(e[columns[i]])
-                    target -= np.float64(given[h, columns[i]]) * np.float64(e[columns[i]])
-                eta, rivals = max(e_y + unit * max(rest, 0.0), SMALLEST), unit * max(target, 0.0)
+                rest = _rest(all_stands[h], e, stands[h], columns, n)
+                rivals = unit * _rest(all_given[h], e, given[h], columns, n)
+                eta = max(e_y + unit * rest, SMALLEST)
                 if bound.shape[0] > 0:
                     bound[b] += share * (1.0 - max(0.0, -ahead) - np.log(eta) - (e_y + rivals) / eta)
                 if (e_y + rivals) * least > eta:

@@ -97,15 +97,17 @@ class RunsStep:
         n = len(cuts) - 1
         columns, back = WORK.array("columns", n * C, np.int64), WORK.array("back", n * C, np.float64)
         start, floor = np.append(alike.first, B), problem.local.floor  # type: ignore[union-attr]
-        link(classes, self.last, before)
-        run(
-            cross_fitted_runs, cuts,
-            (
-                psi, psi_y, start, labels, own, n_own, self.last, before, stands, given, omega, scales,
-                int(of_row is not None), per_row, math.inf if floor is None else floor, grad, of_label, shares, bound,
-                hits,
-            ),
-            list(zip(columns.reshape(n, C), back.reshape(n, C), strict=True)),
-        )  # fmt: skip
-        self.last[classes] = NOBODY
+        try:
+            link(classes, self.last, before)
+            run(
+                cross_fitted_runs, cuts,
+                (
+                    psi, psi_y, start, labels, own, n_own, self.last, before, stands, given, omega, scales,
+                    int(of_row is not None), per_row, math.inf if floor is None else floor, grad, of_label, shares,
+                    bound, hits,
+                ),
+                list(zip(columns.reshape(n, C), back.reshape(n, C), strict=True)),
+            )  # fmt: skip
+        finally:
+            self.last[classes] = NOBODY
         return grad, of_label, shares if felt else None, bound, int(hits.sum())

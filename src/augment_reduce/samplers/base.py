@@ -110,6 +110,10 @@ class ClassSampler:
         """Whether a minibatch shares the classes that it draws."""
         return self.name.endswith("shared")
 
+    def most_own(self) -> int:
+        """Classes that a row may have for itself beside those drawn."""
+        return 0
+
     def bytes(self, n_rows: int, n_features: int) -> int:
         """What it keeps beyond tables of the size of the classes: none, for most."""
         return 0

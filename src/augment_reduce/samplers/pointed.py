@@ -61,6 +61,9 @@ class FeaturePointed(HeadAndTail):
         self._last = np.full(len(class_counts), -1, np.int32)  # scratch
         return super().bind(class_counts, draw_without_replacement)
 
+    def most_own(self) -> int:
+        return ROOM * self.n_own
+
     def bytes(self, n_rows: int, n_features: int) -> int:
         return n_features * (8 * self.per_feature + 8) + 120 * n_rows  # while it studies; 26 of them stay
 
