@@ -139,6 +139,29 @@ def test_a_step_that_scores_them_once_is_the_step_that_scores_each(model, method
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("in_one_pass", [False, True])
+def test_a_run_is_scored_and_pushed_once(in_one_pass, monkeypatch):
+    """How many rows the kernels are given: different ones, however many have the same features."""
+    X, y, document = documents()
+    given = []
+
+    def counting(name):
+        kernel = getattr(cpu, name)
+        return lambda X, rows, *rest, **named: given.append(len(rows)) or kernel(X, rows, *rest, **named)
+
+    for name in ("pair_scores", "shared_scores", "push_shared"):
+        monkeypatch.setattr(cpu, name, counting(name))
+    problem = problem_of(X, y, alike=document)
+    problem.may_compile = in_one_pass
+    after_steps(problem, torch.float32, ROWS, n=1)
+    assert given == [len(Alike.among(document[ROWS]).first)] * 3
+    given.clear()
+    problem = problem_of(X, y)
+    problem.may_compile = in_one_pass
+    after_steps(problem, torch.float32, ROWS, n=1)
+    assert given == [len(ROWS)] * 3
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("prior", "weighted", "floor"), [(True, True, 1.0), (False, False, 0.0), (True, False, None)])
 @pytest.mark.parametrize("sampler", [FeaturePointed(3, 4), HeadAndTail(), FrequencyShared(), FeaturePointed(40, 40)])

@@ -49,7 +49,7 @@ class Problem:
     alike: np.ndarray | None = (
         None  # for every row of X: those of the same number have the same features, and come together
     )
-    may_compile: bool = False  # whether kernels/compiled.py may take whole steps, with the same results
+    may_compile: bool = False  # whether kernels/compiled.py may take whole steps, with the same results up to rounding
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """`vem.step` in one compiled call where that is possible: says when, and hands `_cpu_step` what it needs.
 
-Possible for the paper's sampler with the paper's E steps, any of our optimisers and priors, dense or sparse rows.
-Whoever brings a part of their own gets `vem.step` as it stands. Both make the same numbers: a fit may change between.
+Possible for the paper's sampler with the paper's E steps, any of our optimisers and priors, dense or sparse rows: the
+same numbers to the last bit. For the default with shared classes see `runs`: the same up to rounding. Whoever brings a
+part of their own gets `vem.step` as it stands.
 """
 
 from __future__ import annotations

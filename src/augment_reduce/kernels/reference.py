@@ -105,22 +105,14 @@ def push_shared(
     own_rows: np.ndarray | None = None,
 ) -> None:
     """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
-    if own_rows is not None:  # every pair in a line for itself
-        (B, C), P = grad.shape, own.shape[1]
-        place = np.concatenate([own_rows.repeat(P), np.arange(B).repeat(C)])
-        pairs = torch.cat([own.flatten(), classes.repeat(B)])[:, None]
-        all_grad = torch.cat([own_grad.flatten(), grad.flatten()])[:, None]
-        all_share = None
-        if share is not None and own_share is not None:
-            all_share = torch.cat([own_share.flatten(), share.flatten()])[:, None]
-        push_pairs(X, rows[place], pairs, all_grad, all_share, parameters, optimizer, t, prior)
-        return
-    pairs = torch.cat([own, classes.expand(len(rows), -1)], dim=1)
-    all_grad = torch.cat([own_grad, grad], dim=1)
-    all_share = None
+    (B, C), P = grad.shape, own.shape[1]
+    of_line = np.arange(B) if own_rows is None else own_rows
+    place = np.concatenate([of_line.repeat(P), np.arange(B).repeat(C)])  # every pair in a line for itself
+    pairs = torch.cat([own.flatten(), classes.repeat(B)])[:, None]
+    all_grad, all_share = torch.cat([own_grad.flatten(), grad.flatten()])[:, None], None
     if share is not None and own_share is not None:
-        all_share = torch.cat([own_share, share], dim=1)
-    push_pairs(X, rows, pairs, all_grad, all_share, parameters, optimizer, t, prior)
+        all_share = torch.cat([own_share.flatten(), share.flatten()])[:, None]
+    push_pairs(X, rows[place], pairs, all_grad, all_share, parameters, optimizer, t, prior)
 
 
 def with_label(grad: Tensor, row_scale: Tensor | float) -> Tensor:
