@@ -17,10 +17,10 @@ import torch
 
 from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
-from augment_reduce.kernels import _cpu_meet, _cpu_team, _cpu_work, compiled, cpu, reference
+from augment_reduce.kernels import _cpu_batch, _cpu_meet, _cpu_team, _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels._cpu_team import Team
-from augment_reduce.kernels.rows import as_rows
+from augment_reduce.kernels.rows import SparseRows, as_rows
 from augment_reduce.local import Clock, NaturalGradient, Reparameterised, StepSize
 from augment_reduce.noise import Gumbel, Logistic, Normal
 from augment_reduce.optim import Adagrad, Adam, Prior, SectionFour
@@ -153,7 +153,10 @@ def trained(problem: Problem, dtype: torch.dtype, few: bool, monkeypatch) -> dic
     return {key: value.clone() for key, value in out.items()}
 
 
-@pytest.mark.parametrize(("kind", "few"), [("dense", True), ("dense", False), ("sparse", False), ("empty", False)])
+WAYS = [("dense", True), ("dense", False), ("sparse", False), ("empty", False)]
+
+
+@pytest.mark.parametrize(("kind", "few"), WAYS)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("setting", ["plain", "all", "fast biases"])
 def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting, monkeypatch):
@@ -161,8 +164,8 @@ def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting,
     optimizer = {"plain": SectionFour(), "all": Adam(), "fast biases": Adagrad(bias_scale=2.7)}[setting]
     dtype = torch.float32
     found, taken = [], []
-    whole_step = compiled.whole_step
-    monkeypatch.setattr(compiled, "whole_step", lambda *a: taken.append(1) or whole_step(*a))
+    run = Team.run
+    monkeypatch.setattr(Team, "run", lambda *a: taken.append(1) or run(*a))
     threads = numba.get_num_threads()
     numba.set_num_threads(1)
     try:
@@ -177,24 +180,23 @@ def test_the_compiled_step_is_the_step_to_the_last_bit(name, kind, few, setting,
         assert torch.equal(found[1][key], expected), key
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize(("kind", "few"), WAYS)
 @pytest.mark.parametrize("name", RULES)
-def test_the_compiled_step_does_not_depend_on_the_number_of_threads(name, kind, monkeypatch):
+def test_the_compiled_step_does_not_depend_on_the_number_of_threads(name, kind, few, monkeypatch):
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
     monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
-    used = []
-    team_step = compiled.CompiledStep.team_step
-    monkeypatch.setattr(compiled.CompiledStep, "team_step", lambda *a: used.append(1) or team_step(*a))
+    used, run = set(), Team.run
+    monkeypatch.setattr(Team, "run", lambda self, *a: used.add(self.n) or run(self, *a))
     found, before = [], numba.get_num_threads()
     try:
         for n in (1, 2, 3):
             numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
             problem = problem_of(name, kind, Adagrad(), True, False, torch.float32)
             problem.may_compile = True
-            found.append(trained(problem, torch.float32, False, monkeypatch))
+            found.append(trained(problem, torch.float32, few, monkeypatch))
     finally:
         numba.set_num_threads(before)
-    assert bool(used) is (numba.config.NUMBA_NUM_THREADS > 1)
+    assert used == set(range(1, 1 + min(3, numba.config.NUMBA_NUM_THREADS, _cpu_team.CORES)))
     for key, expected in found[0].items():
         assert all(torch.equal(other[key], expected) for other in found[1:]), key
 
@@ -205,7 +207,7 @@ def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(kind,
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
     monkeypatch.setattr(cpu, "FEW_WEIGHTS", 0)
     used, run = [], Team.run
-    monkeypatch.setattr(Team, "run", lambda *a: used.append(1) or run(*a))
+    monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
     before = numba.get_num_threads()
     try:
         numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
@@ -221,15 +223,123 @@ def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(kind,
                 vem.step(problem, state, np.arange(45), Clock(1, 1), generator=generator(1))
             assert not state.local["visits"].any()
             assert not parameters.weight.any()
-        assert bool(used) is (numba.config.NUMBA_NUM_THREADS > 1)
+        assert used == [min(2, numba.config.NUMBA_NUM_THREADS, _cpu_team.CORES)] * 2
         used.clear()
         parameters.bias.zero_()
         with torch.inference_mode():
             vem.step(problem, state, np.append(np.arange(44), 3), Clock(1, 1), generator=generator(1))
-        assert not used
+        assert used == [1]
         assert state.local["visits"][3] == 2
     finally:
         numba.set_num_threads(before)
+
+
+def steps_of(
+    problem: Problem, at_once: int, bad_from: int | None = None
+) -> tuple[dict[str, torch.Tensor], State, list]:
+    """Six minibatches of fifteen rows, so many in a call; every second step is asked for its bound."""
+    weight, bias = torch.randn(K, D, generator=generator(1)) * 0.3, torch.randn(K, generator=generator(2)) * 0.3
+    optimizer = problem.optimizer
+    parameters = reference.Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
+    state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
+    state.local["visits"] += 1
+    order, infos = np.random.default_rng(5).permutation(N).reshape(6, 15), []
+    if bad_from is not None:
+        problem.X.values[order[bad_from:]] = np.nan
+    one = torch.Generator()
+    with torch.inference_mode():
+        for i in range(0, 6, at_once):
+            turns = range(1 + i, 1 + i + at_once)
+            state, new = vem.steps(
+                problem, state, order[i : i + at_once], [Clock(t, 1) for t in turns],
+                generators=(one.manual_seed(t) for t in turns), wanted=[t % 2 == 0 for t in turns],
+            )  # fmt: skip
+            infos += new
+    out = {"weight": weight, "bias": bias, **state.local}
+    for i, info in enumerate(infos):
+        out[f"hits {i}"] = torch.tensor(info.floor_hits)
+        out[f"bound {i}"] = torch.empty(0) if info.bound is None else info.bound
+    return {key: value.clone() for key, value in out.items()}, state, infos
+
+
+@pytest.mark.parametrize(("kind", "few"), WAYS)
+@pytest.mark.parametrize("name", RULES)
+def test_several_steps_in_one_call_are_those_steps(name, kind, few, monkeypatch):
+    """To the last bit, whatever the number of threads; with weights of the rows, and an optimiser that counts."""
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    for module in (compiled, _cpu_batch):
+        monkeypatch.setattr(module, "DENSE_FROM", 1.0)  # these rows are not very sparse
+    calls, run = [], Team.run
+    monkeypatch.setattr(Team, "run", lambda self, M, *a: calls.append((self.n, M)) or run(self, M, *a))
+    found, before = [], numba.get_num_threads()
+    try:
+        for n, at_once in ((1, 1), (1, 6), (2, 3), (2, 6)):
+            numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
+            problem = problem_of(name, kind, Adam(), True, True, torch.float32)
+            problem.may_compile = True
+            found.append(steps_of(problem, at_once)[0])
+    finally:
+        numba.set_num_threads(before)
+    assert {M for _, M in calls} == {1, 3, 6}
+    assert sum(len(bound) > 0 for key, bound in found[0].items() if key.startswith("bound")) == 3
+    for key, expected in found[0].items():
+        assert all(torch.equal(other[key], expected) for other in found[1:]), key
+
+
+def test_steps_before_one_that_diverges_are_taken(monkeypatch):
+    """Four of six: the error says after which, the clock and the rows' visits agree, nothing of the fifth is there."""
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 0)
+    problem = problem_of("paper softmax", "dense", SectionFour(), False, False, torch.float32)
+    problem.may_compile = True
+    kept = []
+    monkeypatch.setattr(State, "__init__", record_into(kept, State.__init__))
+    with pytest.raises(FloatingPointError, match="After iteration 4"):
+        steps_of(problem, 6, bad_from=4)
+    assert kept[0].clock.iteration == 4
+    assert (kept[0].local["visits"] == 2).sum() == 60
+    assert torch.isfinite(kept[0].parameters.weight).all()
+
+
+def record_into(kept: list, init):
+    def recording(self, *arguments, **named):
+        kept.append(self)
+        init(self, *arguments, **named)
+
+    return recording
+
+
+@pytest.mark.parametrize("oddity", ["zeros", "int64", "large D", "dense enough", "float64", "out of range"])
+def test_rows_that_cannot_be_read_where_they_lie_are_loaded(oddity):
+    """One minibatch a call, with the numbers of `vem.step`; and an index out of range is told of."""
+    rng = np.random.default_rng(0)
+    n_features = 5000 if oddity == "large D" else D
+    x = rng.normal(size=(N, n_features)) * (rng.random((N, n_features)) < 0.05)
+    x[:, :2] = rng.normal(size=(N, 2)) if oddity == "dense enough" else x[:, :2]
+    X = sp.csr_matrix(x.astype(np.float64 if oddity == "float64" else np.float32))
+    if oddity == "zeros":
+        X.data[::7] = 0
+    if oddity == "int64":
+        X.indices, X.indptr = X.indices.astype(np.int64), X.indptr.astype(np.int64)
+    if oddity == "out of range":
+        X.indices[3] = n_features
+    found = []
+    for may_compile in (False, True):
+        problem = problem_of("paper softmax", "sparse", SectionFour(), False, False, torch.float32)
+        problem.X, problem.may_compile = SparseRows(X.indptr, X.indices, X.data, n_features), may_compile
+        weight = torch.randn(K, n_features, generator=generator(1)) * 0.3
+        parameters = reference.Parameters(weight, torch.zeros(K), [torch.zeros_like(weight)], [torch.zeros(K)])
+        state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
+        steps = problem, state, np.arange(N).reshape(2, 45), [Clock(1, 1), Clock(2, 1)]
+        with torch.inference_mode():
+            assert vem.at_once(problem, state, 45) == 1 or oddity in ("large D", "dense enough")
+            if oddity == "out of range":
+                with pytest.raises(ValueError, match="Expected feature indices in"):
+                    vem.steps(*steps, generators=(generator(t) for t in (1, 2)), wanted=[True, True])
+                continue
+            vem.steps(*steps, generators=(generator(t) for t in (1, 2)), wanted=[True, True])
+        found.append(weight)
+    assert oddity == "out of range" or torch.equal(*found)
 
 
 def fit_with_team(**settings):
@@ -249,7 +359,9 @@ def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
     used, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
     expected = fit_with_team(n_jobs=1)
-    monkeypatch.setattr(_cpu_team.os, "cpu_count", lambda: 3)
+    assert set(used) == {1}
+    used.clear()
+    monkeypatch.setattr(_cpu_team, "CORES", 3)
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 4)
     assert np.array_equal(fit_with_team(), expected)
     assert set(used) == {3}
@@ -261,19 +373,19 @@ def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
 @pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
 def test_nobody_waits_for_a_thread_that_has_left(who, monkeypatch):
     """Whoever fails, interrupted or not, the others come back, the error is told, and the next step is a step."""
-    team_step = _cpu_team.team_step
+    take_steps = _cpu_team.take_steps
 
     def failing(tid, *arguments):
         if tid == who:
             raise KeyboardInterrupt if who == 0 else MemoryError
-        return team_step(tid, *arguments)
+        return take_steps(tid, *arguments)
 
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
     expected = fit_with_team()
-    monkeypatch.setattr(_cpu_team, "team_step", failing)
+    monkeypatch.setattr(_cpu_team, "take_steps", failing)
     with pytest.raises(KeyboardInterrupt if who == 0 else MemoryError):
         fit_with_team()
-    monkeypatch.setattr(_cpu_team, "team_step", team_step)
+    monkeypatch.setattr(_cpu_team, "take_steps", take_steps)
     assert np.array_equal(fit_with_team(), expected)
     assert not _cpu_team.PLACES.locked()
 

@@ -91,7 +91,7 @@ def test_an_interrupted_fit_keeps_what_it_learned_and_goes_on(monkeypatch):
 
     X, y = rows()
     whole = AugmentReduceClassifier(max_iter=40, random_state=0).fit(X, y)
-    real, calls = training.step, []
+    real, calls = training.steps, []
 
     def interrupted(*args, **kwargs):
         if len(calls) == 17:
@@ -100,13 +100,40 @@ def test_an_interrupted_fit_keeps_what_it_learned_and_goes_on(monkeypatch):
         return real(*args, **kwargs)
 
     clf = AugmentReduceClassifier(max_iter=40, random_state=0, warm_start=True)
-    monkeypatch.setattr(training, "step", interrupted)
+    monkeypatch.setattr(training, "steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         clf.fit(X, y)
     monkeypatch.undo()
     assert clf.n_iter_ == 17
     clf.set_params(max_iter=40 - 17).fit(X, y)
     assert np.array_equal(clf.coef_, whole.coef_)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_how_many_steps_go_in_one_call_changes_nothing(early_stopping, monkeypatch):
+    """The preset's compiled steps, one or many at once: the same weights, and the same history but for its clock."""
+    from augment_reduce.kernels import _cpu_team, compiled
+
+    X, y = rows()
+    X = X.astype(np.float32)
+    taken, run = [], _cpu_team.Team.run
+    monkeypatch.setattr(_cpu_team.Team, "run", lambda self, M, *a: taken.append(M) or run(self, M, *a))
+    fits = []
+    for most in (1, 64):
+        monkeypatch.setattr(compiled, "MOST", most)
+        clf = AugmentReduceClassifier(
+            preset="paper", batch_size=16, n_sampled_classes=2, max_iter=250, early_stopping=early_stopping,
+            dtype="float32", random_state=0,
+        )  # fmt: skip
+        fits.append(clf.fit(X, y))
+        assert (max(taken) > 5) is (most > 1)
+    one, many = fits
+    assert np.array_equal(one.coef_, many.coef_)
+    assert one.n_iter_ == many.n_iter_
+    for name, values in one.history_.items():
+        if name != "seconds":
+            np.testing.assert_array_equal(values, many.history_[name])
+    assert (np.diff(many.history_["seconds"]) > 0).all()
 
 
 @pytest.mark.parametrize("verbose", [0, 1])

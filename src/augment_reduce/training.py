@@ -20,7 +20,7 @@ import torch
 
 from .local import Clock
 from .progress import TrainingProgress
-from .vem import Problem, State, StepInfo, step
+from .vem import Problem, State, StepInfo, at_once, steps
 
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
 _MASK = (1 << 64) - 1
@@ -64,6 +64,14 @@ class Schedule:
     tol: float = 1e-4
     seconds_before: float = 0.0  # what preparing took
 
+    def evaluates(self, t: int, last: int) -> bool:
+        """Whether validation rows and the bound's gap are looked at after iteration t."""
+        return t % self.evaluate_every == 0 or t == last
+
+    def until_look(self, t: int, last: int) -> int:
+        """How many iterations from t on until the first after which there is such a look, that one too."""
+        return min(last - t + 1, self.evaluate_every - (t - 1) % self.evaluate_every)
+
 
 @dataclass
 class Evaluators:
@@ -83,7 +91,7 @@ class Window:
 
     def add(self, info: StepInfo, n_rows: int) -> None:
         if info.bound is not None:
-            self.bound += float(info.bound.sum())
+            self.bound += float(info.bound.numpy().sum(dtype=np.float64))
             self.rows += n_rows
         self.floor_hits += info.floor_hits
 
@@ -97,6 +105,7 @@ class Run:
 
     history: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in HISTORY})
     stopped_early: bool = False
+    without_gain: int = 0  # looks since the last that was better
     best: float = -math.inf
     best_parameters: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -152,45 +161,52 @@ def train(
     generator = torch.Generator()
     order_of, order = -1, np.empty(0, dtype=np.int64)
     alike = None if problem.alike is None else problem.alike[problem.active]
-    window, without_gain = Window(), 0
+    window, run.without_gain, run.stopped_early = Window(), 0, False
 
     with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
-        for t in range(first, last + 1):
+        t, most = first, at_once(problem, state, B)
+        while t <= last and not run.stopped_early:
             started = time.perf_counter()
             epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)
             if epoch != order_of:
                 order_of = epoch
                 order = problem.active[epoch_order(schedule.seed + schedule.origin, epoch, n_rows, alike)]
-            rows = order[slot * B : (slot + 1) * B]
-            generator.manual_seed(mix(schedule.seed, 2, t))
-            wanted = t % schedule.bound_every == 0 or t == last
+            M = min(most, max(1, n_rows // B - slot), schedule.until_look(t, last))
+            rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
             with progress.may_compile() if t == first else contextlib.nullcontext():
-                state, info = step(problem, state, rows, Clock(t, epoch + 1), generator=generator, want_bound=wanted)
-            window.add(info, len(rows))
-            elapsed += time.perf_counter() - started
-            progress.advance()
-
-            looks = t % schedule.evaluate_every == 0 or t == last
-            if looks or t % schedule.record_every == 0:
-                score = evaluators.validation() if looks and evaluators.validation else math.nan
-                gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
-                epochs = (t - schedule.origin) / per_epoch
-                run.record(progress, (t, epochs, elapsed, window.mean_bound(), score, gap, window.floor_hits))
-                window = Window()
-                if schedule.early_stopping and looks:
-                    without_gain = 0 if score > run.best + schedule.tol else without_gain + 1
-                    keep_best(run, state, score)
-                    if without_gain >= schedule.n_iter_no_change:
-                        run.stopped_early = True
-                        break
+                state, infos = steps(
+                    problem, state, rows, [Clock(u, epoch + 1) for u in turns],
+                    generators=(generator.manual_seed(mix(schedule.seed, 2, u)) for u in turns),
+                    wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
+                )  # fmt: skip
+            took = time.perf_counter() - started
+            progress.advance(M)
+            for u, info in zip(turns, infos, strict=True):
+                window.add(info, rows.shape[1])
+                looks = schedule.evaluates(u, last)
+                if looks or u % schedule.record_every == 0:
+                    score = evaluators.validation() if looks and evaluators.validation else math.nan
+                    gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
+                    when = (u, (u - schedule.origin) / per_epoch, elapsed + took * (u - t + 1) / M)
+                    run.record(progress, (*when, window.mean_bound(), score, gap, window.floor_hits))
+                    window = Window()
+                    if looks and schedule.early_stopping:
+                        keep_best(run, state, score, schedule)
+            elapsed += took
+            t += M
             check_interrupt()
     if run.best_parameters is not None:
         restore_best(run, state)
     return run
 
 
-def keep_best(run: Run, state: State, score: float) -> None:
-    """Remember the parameters that did best on the validation rows: one more K x D array, early stopping's price."""
+def keep_best(run: Run, state: State, score: float, schedule: Schedule) -> None:
+    """Remember the parameters that did best on the validation rows: one more K x D array, early stopping's price.
+
+    After `n_iter_no_change` looks without gain it is time to stop.
+    """
+    run.without_gain = 0 if score > run.best + schedule.tol else run.without_gain + 1
+    run.stopped_early = run.without_gain >= schedule.n_iter_no_change
     if score > run.best:
         run.best = score
         weight, bias = state.parameters.weight, state.parameters.bias

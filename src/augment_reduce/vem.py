@@ -9,7 +9,7 @@ Training updates `State` in place (its arrays are large); the step returns it wi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from .local import Clock, LocalState, LocalStep
 from .noise import Noise
 from .optim import Prior, RowOptimizer
 from .sampler import ClassSampler, Minibatch
-from .scores import Scored, push, score
+from .scores import Scored, not_finite, push, score
 
 
 @dataclass
@@ -84,9 +84,9 @@ def step(
     the gaps, q held; `problem.local` says in which order. `clock` says which iteration this is.
     """
     if problem.may_compile:
-        taken = take_compiled(problem, state, rows, clock, generator, want_bound)
+        taken = take_compiled(problem, state, rows[None], [clock], [generator], [want_bound])
         if taken is not None:
-            return state, taken
+            return state, taken[0]
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     minibatch = as_minibatch(problem, state, rows, labels)
@@ -114,20 +114,52 @@ def step(
     return state, StepInfo(bound, floor_hits)
 
 
-def take_compiled(
-    problem: Problem, state: State, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool
-) -> StepInfo | None:
-    """The step of the compiled twins, or None where they leave it to us."""
+def steps(
+    problem: Problem, state: State, order: np.ndarray, clocks: Sequence[Clock], *,
+    generators: Iterable[torch.Generator], wanted: Sequence[bool],
+) -> tuple[State, list[StepInfo]]:  # fmt: skip
+    """One step for each minibatch of order (M, B), the same as M times `step`; in one call where that is possible.
+
+    `generators` gives each step its generator when its turn comes: it may be one that is seeded anew each time.
+    """
+    if problem.may_compile and len(order) > 1:
+        taken = take_compiled(problem, state, order, clocks, generators, wanted)
+        if taken is not None:
+            return state, taken
+    infos = []
+    for rows, clock, generator, want in zip(order, clocks, generators, wanted, strict=True):
+        state, info = step(problem, state, rows, clock, generator=generator, want_bound=want)
+        infos.append(info)
+    return state, infos
+
+
+def at_once(problem: Problem, state: State, batch_size: int) -> int:
+    """How many steps `steps` is best given: more than one where they are compiled, and short."""
+    return compiled_steps(problem, state).at_once(batch_size) if problem.may_compile else 1
+
+
+def compiled_steps(problem: Problem, state: State) -> Any:
     if state.compiled is None or not state.compiled.serves(problem, state):
         from .kernels.compiled import step_of
 
         state.compiled = step_of(problem, state)
+    return state.compiled
+
+
+def take_compiled(
+    problem: Problem, state: State, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator],
+    wanted: Sequence[bool],
+) -> list[StepInfo] | None:  # fmt: skip
+    """The steps of the compiled twins, or None where they leave them to us."""
     with diverged(state):
-        taken = state.compiled(rows, clock, generator, want_bound)
-    if taken is None:
-        return None
-    state.clock = clock
-    return StepInfo(*taken)
+        taken = compiled_steps(problem, state)(order, clocks, generators, wanted)
+        if taken is None:
+            return None
+        if taken:
+            state.clock = clocks[len(taken) - 1]
+        if len(taken) < len(order):
+            raise not_finite()
+    return [StepInfo(*each) for each in taken]
 
 
 @contextlib.contextmanager

@@ -149,6 +149,22 @@ def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Ar
     return worst
 
 
+@njit(cache=True, **OPTIONS)
+def _plain(indices: Array, values: Array, n_features: int) -> bool:
+    bad = 0
+    for q in range(indices.shape[0]):
+        bad += (indices[q] < 0) | (indices[q] >= n_features)
+    for q in range(values.shape[0]):
+        bad += values[q] == 0
+    return bad == 0
+
+
+def plain(X: SparseRows, dtype: np.dtype) -> bool:
+    """Whether a minibatch is a mere copy of its rows: of this dtype, with 32-bit indices in range and no zeros."""
+    usual = X.indices.dtype == np.int32 and X.values.dtype == dtype
+    return usual and bool(_plain(read_only(X.indices), read_only(X.values), X.n_features))
+
+
 def read_only(a: Array) -> Array:
     """So that arrays which may and may not be written to share one compiled signature."""
     view = np.asarray(a).view()
@@ -212,13 +228,13 @@ def _numbered(ptr: Array, index: Array, value: Array, D: int) -> Csr:
     nnz = int(ptr[-1])
     index, value = index[:nnz], value[:nnz]
     if max(FEW_FEATURES, nnz // 2) >= D:
-        return Csr(ptr, index, index, value, WORK.array("no_index", 0, np.uint32))
+        return Csr(ptr[:-1], ptr[1:], index, index, value, WORK.array("no_index", 0, np.uint32))
     slot, feature = WORK.array("slot", nnz, np.uint32), WORK.array("feature", nnz, np.uint32)
     number = WORK.array("number", D, np.uint32)
     feature = feature[: _touched(index, number, feature)]
     feature.sort()  # whoever reads a weight row by them goes through memory in one direction
     _number_features(index, feature, number, slot)
-    return Csr(ptr, index, slot, value, feature)
+    return Csr(ptr[:-1], ptr[1:], index, slot, value, feature)
 
 
 def in_place(X: Rows, rows: Array, dtype: np.dtype) -> Array | None:

@@ -21,20 +21,22 @@ from ._cpu_lanes import I32, I64, _data, intrinsic
 from ._cpu_types import OPTIONS, Array
 
 PATIENCE = 2_000  # looks before the core is offered to others
+POLITE = 400  # offers, some 200 microseconds, before a thread that waits for its team takes naps
 AWAKE = 6_000  # looks before a helper goes to sleep
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
+DRAWN = 2  # and how many shares of a job were taken, by whoever was free
 ASKED, ANSWERED = 0, 1  # places of a helper's
 
 
 @intrinsic
-def _arrive(typing_context: Any, counter: Any) -> tuple:
-    """counter[0] + 1, raised by one for all threads to see; also what was written before is seen."""
+def take_number(typing_context: Any, counter: Any, i: Any) -> tuple:
+    """counter[i], which is raised by one for all threads to see; what was written before it is seen too."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _data(context, builder, signature.args[0], args[0])
-        return builder.add(builder.atomic_rmw("add", at, I64(1), "seq_cst"), I64(1))
+        at = builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]])
+        return builder.atomic_rmw("add", at, I64(1), "seq_cst")
 
-    return types.int64(counter), codegen
+    return types.int64(counter, types.int64), codegen
 
 
 @intrinsic
@@ -61,16 +63,34 @@ def _give_way(typing_context: Any) -> tuple:
     return types.void(), codegen
 
 
+@intrinsic
+def _nap(typing_context: Any) -> tuple:
+    """Sleep for as short as can be, some 50 microseconds. Whoever wakes is put on a core that is free."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if os.name == "posix":
+            kind = ir.FunctionType(I32, [I32])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "usleep"), [I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 @njit(**OPTIONS)
 def together(counter: Array, n: int) -> bool:
-    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place."""
-    everyone = (_arrive(counter) + n - 1) // n * n
+    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place.
+
+    Who waits long may be on the core of whom it waits for, where giving way can fail for milliseconds: it naps.
+    """
+    everyone = (take_number(counter, ARRIVED) + n) // n * n
     looks = 0
     while _now(counter, ARRIVED) < everyone:
         if _now(counter, LEFT) != 0:
             return False
         looks += 1
-        if looks > PATIENCE:
+        if looks > PATIENCE + POLITE:
+            _nap()
+        elif looks > PATIENCE:
             _give_way()
     return True
 

@@ -68,7 +68,7 @@ def pairs_sparse(
     lo: int, hi: int, groups_: tuple, csr_: tuple, weight: Array, bias: Array, out: Array, sink: Array
 ) -> None:
     groups, csr = Groups(*groups_), Csr(*csr_)
-    each = csr.value.shape[0] / (csr.indptr.shape[0] - 1)
+    each = (csr.end - csr.begin).sum() / csr.begin.shape[0]
     for j in range(lo, hi):
         k = groups.classes[j]
         w = weight[k]
@@ -77,12 +77,13 @@ def pairs_sparse(
             sink[0] = _walk(w)
         for p in range(first, last):
             b = groups.row[p]
-            begin, end = csr.indptr[b], csr.indptr[b + 1]
+            begin, end = csr.begin[b], csr.end[b]
             out[groups.order[p]] = bias[k] + _dot_at(w, csr.column[begin:end], csr.value[begin:end])
 
 
 @njit(cache=True, **OPTIONS)
-def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, weight: Array, bias: Array, out: Array) -> None:
+def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
+    """Row b of the minibatch is x[at[b]]."""
     groups = Groups(*groups_)
     order, row = groups.order, groups.row
     for j in range(lo, hi):
@@ -90,14 +91,14 @@ def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, weight: Array, bias:
         w = weight[k]
         p, last = groups.start[j], groups.start[j + 1]
         while p + 4 <= last:
-            t0, t1, t2, t3 = _dot4(w, x[row[p]], x[row[p + 1]], x[row[p + 2]], x[row[p + 3]])
+            t0, t1, t2, t3 = _dot4(w, x[at[row[p]]], x[at[row[p + 1]]], x[at[row[p + 2]]], x[at[row[p + 3]]])
             out[order[p]] = bias[k] + t0
             out[order[p + 1]] = bias[k] + t1
             out[order[p + 2]] = bias[k] + t2
             out[order[p + 3]] = bias[k] + t3
             p += 4
         while p < last:
-            out[order[p]] = bias[k] + _dot(w, x[row[p]])
+            out[order[p]] = bias[k] + _dot(w, x[at[row[p]]])
             p += 1
 
 
@@ -134,7 +135,7 @@ def _shared(lo: int, hi: int, classes: Array, csr_: tuple, weight: Array, out: A
                 for u in range(u0, u1):
                     tile[np.uint64(u * LANES + s)] = w[csr.feature[u]] if numbered else w[u]
         for b in range(out.shape[0]):
-            begin, end = csr.indptr[b], csr.indptr[b + 1]
+            begin, end = csr.begin[b], csr.end[b]
             dot_lanes(acc, 0, csr.slot[begin:end], csr.value[begin:end], end - begin, tile)
             for s in range(width):
                 out[b, first + s] += acc[s]
@@ -145,7 +146,8 @@ def score_pairs(batch: Batch, groups: Groups, weight: Array, bias: Array, out: A
     G, D = len(groups.classes), weight.shape[1]
     if batch.dense is not None:
         cuts = split(G, lambda: np.diff(groups.start) * (D // 8 + 8))
-        run(pairs_dense, cuts, (groups, batch.dense, weight, bias, out), [()] * (len(cuts) - 1))
+        at = np.arange(len(batch.dense))
+        run(pairs_dense, cuts, (groups, batch.dense, at, weight, bias, out), [()] * (len(cuts) - 1))
     elif batch.csr is not None:
         csr = batch.csr
         cuts = split(G, lambda: np.diff(groups.start) * (len(csr.value) // len(batch.rows) + 8))

@@ -11,12 +11,13 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 
 class Csr(NamedTuple):
-    """Rows of a minibatch that touch U features."""
+    """Rows of a minibatch that touch U features: row b has `column[begin[b]:end[b]]`, there or in the whole data."""
 
-    indptr: Array  # (B+1,) int64
-    column: Array  # (nnz,) uint32, the features
-    slot: Array  # (nnz,) uint32, their numbers among the U; is `column` where all D count as touched
-    value: Array  # (nnz,), no zeros
+    begin: Array  # (B,) int64
+    end: Array
+    column: Array  # uint32, the features
+    slot: Array  # uint32, their numbers among the U; is `column` where all D count as touched
+    value: Array  # no zeros
     feature: Array  # (U,) uint32, the feature of a slot; empty where all D count as touched
 
 

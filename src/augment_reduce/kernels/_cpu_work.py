@@ -98,15 +98,15 @@ def all_below(a: np.ndarray, n: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def all_different(rows: np.ndarray, met: np.ndarray) -> bool:
-    """Whether no number stands twice. `met` is zero before and after; what it has no place for is not looked at."""
+def all_different(order: np.ndarray, met: np.ndarray) -> bool:
+    """Whether no number stands twice in a line of `order`, all in range of `met`, which is zero before and after."""
     twice = 0
-    for b in range(rows.shape[0]):
-        if 0 <= rows[b] < met.shape[0]:
+    for i in range(order.shape[0]):
+        rows = order[i]
+        for b in range(rows.shape[0]):
             twice += met[rows[b]]
             met[rows[b]] = 1
-    for b in range(rows.shape[0]):
-        if 0 <= rows[b] < met.shape[0]:
+        for b in range(rows.shape[0]):
             met[rows[b]] = 0
     return twice == 0
 

@@ -1,4 +1,4 @@
-"""`vem.step` in one compiled call where that is possible: says when, and hands `_cpu_step` what it needs.
+"""`vem.steps` in one compiled call where that is possible: says when, and hands `_cpu_step` what it needs.
 
 Possible for the paper's sampler with the paper's E steps, any of our optimisers and priors, dense or sparse rows: the
 same numbers to the last bit. For the default with shared classes see `runs`: the same up to rounding. Whoever brings a
@@ -7,7 +7,9 @@ part of their own gets `vem.step` as it stands.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,21 +19,23 @@ from ..local import Clock, NaturalGradient, Reparameterised
 from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
-from ..scores import not_finite
 from . import _cpu_team, cpu, runs
-from ._cpu_batch import in_place, load, read_only
+from ._cpu_batch import DENSE_FROM, FEW_FEATURES, in_place, load, plain, read_only
 from ._cpu_classes import sorting
-from ._cpu_local import MODELS, step_numbers, two_draws
-from ._cpu_step import BIASES, GROUPS, ROWS, whole_step
-from ._cpu_team import Team, most_threads
-from ._cpu_types import Arrays, Rule
-from ._cpu_work import WORK, all_different
-from .rows import SparseRows
+from ._cpu_local import MODELS, two_draws
+from ._cpu_push import PARTS
+from ._cpu_step import BIASES, GROUPS, ROWS
+from ._cpu_team import Taken, Team, most_threads
+from ._cpu_types import Arrays
+from ._cpu_work import WORK, all_below, all_different
+from .rows import DenseRows, SparseRows
 
 if TYPE_CHECKING:
     from ..vem import Problem, State
 
-WORTH_THREADS = 400_000  # multiply-adds of a minibatch's scores from which a second thread pays
+WORTH_THREADS = 100_000  # multiply-adds of a minibatch's scores from which a second thread pays
+AT_ONCE, MOST = 60_000_000, 64  # such multiply-adds in one call, some 60 ms of steps; and how many of these at most
+A_PAIR = 16  # what a pair costs beside them: drawing its class, sorting it, an exponential
 NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
 
@@ -61,143 +65,164 @@ class CompiledStep:
 
     def __init__(self, problem: Problem, state: State) -> None:
         self.problem, self.parameters, self.local_state = problem, state.parameters, state.local
-        weight, rule = state.parameters.weight, problem.local
+        weight, rule, X = state.parameters.weight, problem.local, problem.X
         assert isinstance(rule, NaturalGradient | Reparameterised)
-        self.rule, self.dtype, self.few = rule, weight.numpy().dtype, cpu.few_weights(problem.X, weight)
-        self.visits, self.labels = state.local["visits"].numpy(), problem.labels.numpy()
-        self.by_visits = rule.step_size.counts == "visits"
-        X = problem.X
+        self.rule, self.dtype, self.few = rule, weight.numpy().dtype, cpu.few_weights(X, weight)
+        visits, none = state.local["visits"].numpy(), WORK.array("none", 0, self.dtype)
+        self.visits, self.none = visits, none
+        by_visits = rule.step_size.counts == "visits"
         self.per_row = len(X.values) / max(1, X.n_rows) if isinstance(X, SparseRows) else X.n_features / 4
-        self.weights = None if problem.sample_weight is None else problem.sample_weight.numpy()
-        self.none = WORK.array("none", 0, self.dtype)
-        K, S = weight.shape[0], problem.n_sampled
-        log_weight = torch.full((1,), math.log((K - 1) / S), dtype=weight.dtype)
-        self.weigh = (log_weight.numpy(), torch.exp(log_weight).numpy(), S)
+        K, self.S = weight.shape[0], problem.n_sampled
+        log_weight = torch.full((1,), math.log((K - 1) / self.S), dtype=weight.dtype)
+        self.weigh = (log_weight.numpy(), torch.exp(log_weight).numpy())
         if isinstance(rule, NaturalGradient):
-            self.held = (state.local["log_eta"].numpy(), self.none, self.visits)
-            self.flags = (self.by_visits, rule.uses_updated, rule.floor)
+            self.held, flag = (state.local["log_eta"].numpy(), none, visits), rule.floor
         else:
-            self.held = (state.local["mu"].numpy(), state.local["gamma"].numpy(), self.visits)
-            self.flags = (self.by_visits, rule.uses_updated, rule.entropy_gradient)
-        self.no_draws = self.none.reshape(0, 0)
-        self.no_rows = read_only(self.no_draws)  # as X may be: one compiled signature for all
-        self.scratch_key: tuple[int, int, int] = (-1, 0, 0)
-        self.scratch_kept: tuple = ()
+            self.held, flag = (state.local["mu"].numpy(), state.local["gamma"].numpy(), visits), rule.entropy_gradient
+        self.flags = (by_visits, rule.uses_updated, flag)
+        self.softmax = isinstance(rule, NaturalGradient)
+        self.lie = self.where_they_lie()
+        weights = problem.sample_weight
+        self.of_rows = problem.labels.numpy(), none if weights is None else weights.numpy()
         self.sizes: dict[int, tuple] = {}  # by B: what depends on the size of the minibatch alone
-        self.teams: dict[tuple[int, int], Team] = {}  # by the number of threads and B
+        self.teams: dict[tuple[int, int, int], Team] = {}  # by the number of threads, the way and B
 
     def serves(self, problem: Problem, state: State) -> bool:
         return self.problem is problem and self.parameters is state.parameters and self.local_state is state.local
 
-    def __call__(
-        self, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool
-    ) -> tuple[torch.Tensor | None, int] | None:
-        """(bound, floor hits) of the step taken, or None, with nothing touched, where `vem.step` has to take it."""
-        problem, rule, kind = self.problem, self.rule, self.parameters.weight.dtype
-        if not rule.uses_updated and not self.visits[rows].all():
+    def where_they_lie(self) -> tuple | None:
+        """(dense rows, columns, slots, values, features) of all data, if compiled steps can read them where they are;
+        else every minibatch is loaded before its step."""
+        X, index = self.problem.X, WORK.array("no_index", 0, np.uint32)
+        if isinstance(X, DenseRows):
+            x = in_place(X, np.empty(0, np.int64), self.dtype)
+            return None if x is None else (x, index, index, self.none, index)
+        if not plain(X, self.dtype):
             return None
+        columns = X.indices.view(np.uint32)
+        return self.none.reshape(0, 0), columns, columns, X.values, index
+
+    def at_once(self, B: int) -> int:
+        """How many minibatches of B rows one call may take."""
+        if self.lie is None:
+            return 1
+        return min(MOST, max(1, int(AT_ONCE / self.work(B))))
+
+    def work(self, B: int) -> float:
+        return B * (1 + self.S) * (self.per_row + A_PAIR)
+
+    def __call__(
+        self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
+    ) -> list[tuple[torch.Tensor | None, int]] | None:
+        """(bound, floor hits) of each step taken, for minibatches order (M, B); fewer than M where the scores of the
+        next are not finite. None, with nothing touched, where `vem.step` has to take them."""
+        problem = self.problem
+        if not self.rule.uses_updated and not self.visits[order].all():
+            return None
+        order = np.ascontiguousarray(order, np.int64)
         arrays = cpu._arrays(self.parameters, problem.optimizer, problem.prior)
-        rows = np.ascontiguousarray(rows, np.int64)
-        sort_by, scales, share = self.for_size(len(rows))
-        if self.weights is not None:
-            scales = self.weights[rows] * scales
-        seed = draw_seed(generator)
-        softmax = isinstance(rule, NaturalGradient)
-        u = self.no_draws if softmax else two_draws(problem.noise, len(rows), generator, kind)
-        optimizer = cpu._rule(problem.optimizer, clock.iteration, problem.prior, share, self.dtype)
-        bound = np.empty(len(rows) if want_bound else 0, self.dtype)
-        e_step = (
-            MODELS[problem.noise.name], self.held, step_numbers(rule.step_size, clock, kind)[0], self.flags, u, scales,
-            int(self.weights is not None),
-        )  # fmt: skip
-        hits = None
-        places = _cpu_team.PLACES
-        if self.by_team(rows) and places.acquire(blocking=False):
-            try:
-                hits = self.team_step(seed, sort_by, rows, arrays, optimizer, e_step, share, bound)
-            finally:
-                places.release()
-        if hits is None:
-            x, csr, how = self.rows_for(rows, arrays.weight)
-            hits = whole_step(
-                how, seed, sort_by, rows, self.labels[rows], x, csr, tuple(arrays), tuple(optimizer), self.weigh,
-                *e_step, share, self.scratch(how, arrays, csr, len(rows)), bound,
-            )  # fmt: skip
-        if hits < 0:
-            raise not_finite()
-        return (torch.from_numpy(bound) if want_bound else None), hits
+        found = self.rows_for(order, arrays)
+        if found is None:
+            return None
+        how, places, data = found
+        taken = self.take(how, order, data, arrays, (*places, *self.plan(order, clocks, generators, wanted)))
+        bounds = [torch.from_numpy(taken.bounds[i]) if wanted[i] else None for i in range(taken.n)]
+        return list(zip(bounds, taken.hits.tolist(), strict=False))
 
-    def by_team(self, rows: np.ndarray) -> bool:
-        """Whether there are threads, multiply-adds enough for two of them, and no row that both would move."""
-        if most_threads() < 2 or self.few or not self.per_row:
-            return False
-        worth = len(rows) * self.per_row * (1 + self.weigh[2]) > WORTH_THREADS
-        return worth and all_different(rows, WORK.array("met", self.problem.X.n_rows, np.uint8))
+    def plan(
+        self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
+    ) -> tuple:
+        """What differs between steps: seeds, sizes of the E step, numbers of the optimiser, draws, bounds wanted."""
+        (M, B), noise, kind = order.shape, self.problem.noise, self.parameters.weight.dtype
+        seeds, draws = np.empty(M, np.int64), np.empty((M, 2, 0 if self.softmax else B), self.dtype)
+        for i, generator in zip(range(M), generators, strict=True):
+            seeds[i] = draw_seed(generator)
+            if not self.softmax:
+                draws[i] = two_draws(noise, B, generator, kind)
+        alphas = np.zeros(M, self.dtype)
+        if not self.flags[0]:  # else they go by the rows' visits
+            alphas[:] = [self.rule.step_size.now(clock) for clock in clocks]
+        rules = np.array([cpu.step_of_rule(self.problem.optimizer, c.iteration, self.problem.prior) for c in clocks])
+        return seeds, alphas, rules.astype(self.dtype), draws, np.array(wanted, np.bool_)
 
-    def team_step(
-        self, seed: int, sort_by: tuple, rows: np.ndarray, arrays: Arrays, rule: Rule, e_step: tuple, share: np.ndarray,
-        bound: np.ndarray,
-    ) -> int | None:  # fmt: skip
-        """The same step by all threads; None where the rows are empty. Dense rows they load themselves, if they can."""
-        n, B, S = most_threads(), len(rows), self.weigh[2]
-        K, D = arrays.weight.shape
-        source, batch = in_place(self.problem.X, rows, self.dtype), None
-        if source is None:
-            batch = load(self.problem.X, rows, self.dtype, n_classes=1 + S)
-            if batch.empty:
-                return None
-            source, x = self.no_rows, self.no_draws if batch.dense is None else batch.dense
-        else:
-            WORK.batch = None  # whose rows lay where these will
-            x = WORK.array("dense", B * D, self.dtype).reshape(B, D)
-        csr = cpu._csr(batch, B, self.dtype)
-        key = (n, B)
+    def take(self, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
+        """The steps, by a team of threads where there are threads, work enough for two of them, and no row that both
+        would move."""
+        B, places, n = order.shape[1], _cpu_team.PLACES, most_threads()
+        many = (
+            n > 1
+            and self.work(B) > WORTH_THREADS
+            and all_different(order, WORK.array("met", self.problem.X.n_rows, np.uint8))
+        )
+        with contextlib.ExitStack() as held:
+            if many and places.acquire(blocking=False):
+                held.callback(places.release)
+            else:
+                n = 1
+            return self.by_team(n, how, order, data, arrays, plan)
+
+    def by_team(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
+        (M, B), (K, D), S = order.shape, arrays.weight.shape, self.S
+        sort_by, per_row, share = self.for_size(B)
+        key = (n, how, B)
         if key not in self.teams:
-            self.teams[key] = Team(n, B, S, sort_by, self.dtype)
-        few = [tuple(each) for each in cpu._buffers(n, len(csr.feature) or D, min(K, B * (1 + S)), self.dtype)]
+            self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype)
+        size = {ROWS: PARTS * K * D, BIASES: 0, GROUPS: len(data[4]) or D}[how]
+        few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
+        kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)
+        model, step = MODELS[self.problem.noise.name], self.rule.step_size
+        scale, power = (self.dtype.type(number) for number in (step.scale, step.power))
+        rows = (*self.of_rows, *map(read_only, data))  # as X may be: one compiled signature for all
         arguments = (
-            seed, sort_by, rows, self.labels[rows], source, x, tuple(csr), tuple(arrays), tuple(rule), self.weigh,
-            *e_step, share,
+            how, sort_by, (order, *plan), rows, tuple(arrays), kinds, self.weigh, model, self.held, (scale, power),
+            self.flags, per_row, share,
         )  # fmt: skip
-        return self.teams[key].run(arguments, few, bound)
+        try:
+            return self.teams[key].run(M, arguments, few)
+        except BaseException:  # sums may lie about half made
+            self.teams.clear()
+            WORK.forget()
+            raise
 
     def for_size(self, B: int) -> tuple:
         """(how to sort, N / B, the pairs' shares of the prior) for a minibatch of B rows."""
         if B not in self.sizes:
-            S, prior = self.weigh[2], self.problem.prior
+            S, prior = self.S, self.problem.prior
             per_row, share = self.dtype.type(self.problem.n_rows / B), self.none
             if prior is not None and prior.mode == PRIOR_UNBIASED:
                 shares = np.full((B, 1 + S), self.weigh[1][0] * per_row, self.dtype)
                 shares[:, 0] = per_row
                 share = shares.reshape(-1)
             K = self.parameters.weight.shape[0]
-            self.sizes[B] = (sorting(B * (1 + S), K), np.array([per_row], self.dtype), share)
+            self.sizes[B] = (sorting(B * (1 + S), K), per_row, share)
         return self.sizes[B]
 
-    def rows_for(self, rows: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, tuple, int]:
-        """(dense rows, sparse rows, how to go through them)."""
-        if self.few:
-            x = cpu._read_in_place(self.problem.X, rows, weight)
-            if x is not None:
-                return x, tuple(cpu._csr(None, len(rows), self.dtype)), ROWS
-        batch = load(self.problem.X, rows, self.dtype, n_classes=1 + self.weigh[2]) if weight.shape[1] else None
-        csr = tuple(cpu._csr(batch, len(rows), self.dtype))
-        if batch is None or batch.empty:
-            return self.no_rows, csr, BIASES
-        return self.no_rows if batch.dense is None else read_only(batch.dense), csr, GROUPS
-
-    def scratch(self, how: int, arrays: Arrays, csr: tuple, B: int) -> tuple:
-        """What the kernels leave as they found it, kept from step to step."""
-        key = (how, B, len(csr[4]))
-        if self.scratch_key == key:
-            return self.scratch_kept
-        (K, D), S, dtype = arrays.weight.shape, self.weigh[2], self.dtype
-        most, size = min(K, B * (1 + S)), {ROWS: K * D, BIASES: 0, GROUPS: len(csr[4]) or D}[how]
-        k = 0 if how == GROUPS else K
-        sums = (WORK.array("sum_g", k, dtype), WORK.array("sum_c", k, dtype), WORK.array("sum_seen", k, np.uint8))
-        few = cpu._buffers(1, size, most, dtype)[0]
-        table, sink = WORK.array("table", 1 << (4 * S).bit_length(), np.int64), WORK.array("sink", 64, dtype)
-        touched = WORK.array("touched", most + 1, np.int64)
-        self.scratch_key = key
-        self.scratch_kept = (tuple(few), sums, touched, *cpu._bias_sums(most, dtype), table, sink)
-        return self.scratch_kept
+    def rows_for(self, order: np.ndarray, arrays: Arrays) -> tuple | None:
+        """(way through the minibatches, (places of dense rows, begins and ends of sparse ones), data), or None where
+        they have to be loaded one by one and there are several."""
+        (M, B), D, X = order.shape, arrays.weight.shape[1], self.problem.X
+        if not all_below(order.reshape(-1), X.n_rows):
+            raise IndexError(f"Expected rows in [0, {X.n_rows}), found {order.min()} to {order.max()}.")
+        nowhere = WORK.array("zeros", M * B, np.int64).reshape(M, B)
+        nothing = tuple(cpu._csr(None, B, self.dtype))[2:]
+        biases = (BIASES, (order, nowhere, nowhere), (self.none.reshape(0, 0), *nothing))
+        if not D or (isinstance(X, SparseRows) and not len(X.values)):
+            return biases
+        if self.lie is not None and isinstance(X, DenseRows):
+            return ROWS if self.few else GROUPS, (order, nowhere, nowhere), self.lie
+        if self.lie is not None and isinstance(X, SparseRows):
+            begin, end = X.indptr[order].astype(np.int64), X.indptr[order + 1].astype(np.int64)
+            nonzeros = (end - begin).sum(1)
+            if not nonzeros.any():
+                return biases
+            sparse = self.S < 2 or nonzeros.max() <= DENSE_FROM * B * D  # as `load` would have it
+            if sparse and max(FEW_FEATURES, nonzeros.min() // 2) >= D:
+                return GROUPS, (order, begin, end), self.lie
+        if M > 1:
+            return None
+        batch = load(X, order[0], self.dtype, n_classes=1 + self.S)
+        if batch.empty:
+            return biases
+        begin, end, *csr = cpu._csr(batch, B, self.dtype)
+        x = self.none.reshape(0, 0) if batch.dense is None else batch.dense
+        return GROUPS, (np.arange(B)[None], begin[None], end[None]), (x, *csr)

@@ -35,6 +35,7 @@ from . import _cpu_classes, _cpu_push, _cpu_scores
 from ._cpu_batch import Batch, in_place, load
 from ._cpu_classes import check_classes, group_by_class
 from ._cpu_lanes import LANES
+from ._cpu_rules import push_biases
 from ._cpu_types import Array, Arrays, Buffers, Csr, Groups, Rule
 from ._cpu_work import WORK, run, split
 from .reference import Parameters
@@ -139,19 +140,28 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
     return torch.from_numpy(out)
 
 
-def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | None, dtype: np.dtype) -> Rule:
-    """The optimiser's step at iteration t in numbers; without shares an unbiased prior is not felt."""
+def step_of_rule(optimizer: RowOptimizer, t: int, prior: Prior | None) -> tuple[float, ...]:
+    """The numbers of `Rule` at iteration t, from `rate` on."""
     rate, first, second, third = optimizer.scalars(t)
     numbers = (rate, 0.0, 0.0, 0.0, 0.0, first)
     if optimizer.kind in (SECTION4, SECTION4_EVERY_ENTRY):
         numbers = (rate, first, 1.0 - first, second, 0.0, 0.0)
     elif optimizer.kind == ADAM:
         numbers = (rate, first, 1.0 - first, second, 1.0 - second, third)
-    mode = PRIOR_NONE if prior is None else prior.mode
-    if mode == PRIOR_UNBIASED and share is None:
-        mode = PRIOR_NONE
     variance, bias_rate = 1.0 if prior is None else prior.variance, optimizer.for_biases().scalars(t)[0]
-    return Rule(optimizer.kind, mode, *np.array([*numbers, variance, bias_rate], dtype))
+    return (*numbers, variance, bias_rate)
+
+
+def kinds_of_rule(optimizer: RowOptimizer, prior: Prior | None, shares: bool) -> tuple[int, int]:
+    """Which optimiser, and how the prior is felt; without shares an unbiased one is not."""
+    mode = PRIOR_NONE if prior is None else prior.mode
+    return optimizer.kind, PRIOR_NONE if mode == PRIOR_UNBIASED and not shares else mode
+
+
+def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | None, dtype: np.dtype) -> Rule:
+    """The optimiser's step at iteration t in numbers."""
+    kinds = kinds_of_rule(optimizer, prior, share is not None)
+    return Rule(*kinds, *np.array(step_of_rule(optimizer, t, prior), dtype))
 
 
 def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
@@ -204,7 +214,8 @@ def _csr(batch: Batch | None, B: int, dtype: np.dtype) -> Csr:
     if batch is not None and batch.csr is not None:
         return batch.csr
     index = WORK.array("no_index", 0, np.uint32)
-    return Csr(WORK.array("zeros", B + 1, np.int64), index, index, WORK.array("none", 0, dtype), index)
+    nowhere = WORK.array("zeros", B, np.int64)
+    return Csr(nowhere, nowhere, index, index, WORK.array("none", 0, dtype), index)
 
 
 def _push_groups(
@@ -222,8 +233,9 @@ def _push_groups(
 
     cuts = split(G, work)
     few, bias = _buffers(len(cuts) - 1, U, G, dtype), _bias_sums(G, dtype)
-    run(_cpu_push.push_groups, cuts, (groups, csr, x, grad, share, arrays, rule, *bias), [(f,) for f in few])
-    run(_cpu_push.push_biases, [], (groups.classes, *bias, arrays, rule, few[0]))
+    at = np.arange(B)
+    run(_cpu_push.push_groups, cuts, (groups, csr, x, at, grad, share, arrays, rule, *bias), [(f,) for f in few])
+    run(push_biases, [], (groups.classes, *bias, arrays, rule, few[0]))
 
 
 def _push_rows(pairs: Array, x: Array, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule) -> None:
@@ -232,7 +244,7 @@ def _push_rows(pairs: Array, x: Array, rows: Array, grad: Array, share: Array, a
     check_classes(pairs, K)
     flat, most = pairs.reshape(-1), min(K, pairs.size)
     sums = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
-    few = _buffers(1, arrays.weight.size if x.size else 0, most, dtype)[0]
+    few = _buffers(1, _cpu_push.PARTS * arrays.weight.size if x.size else 0, most, dtype)[0]
     touched = WORK.array("touched", most + 1, np.int64)
     run(
         _cpu_push.push_rows, [],
@@ -284,7 +296,7 @@ def _push_blocks(classes: Array, csr: Csr, grad: Array, share: Array, arrays: Ar
         ones[:] = 1
     scratch = [(few[i], tiles[i], rows_g[i], rows_c[i]) for i in range(n)]
     run(_cpu_push.push_blocks, cuts, (classes, csr, ones, grad, share, arrays, rule, *bias), scratch)
-    run(_cpu_push.push_biases, [], (classes, *bias, arrays, rule, few[0]))
+    run(push_biases, [], (classes, *bias, arrays, rule, few[0]))
 
 
 def push_shared(

@@ -7,6 +7,7 @@ pass what torch does in twenty. The numbers are those of `vem.step` up to roundi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,10 +51,19 @@ class RunsStep:
     def serves(self, problem: Problem, state: State) -> bool:
         return self.problem is problem and self.parameters is state.parameters
 
+    def at_once(self, B: int) -> int:
+        """One minibatch a call."""
+        return 1
+
     def __call__(
+        self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
+    ) -> list[tuple[torch.Tensor | None, int]]:
+        """(bound, floor hits) of the steps taken, one by one."""
+        return [self.step(*each) for each in zip(order, clocks, generators, wanted, strict=True)]
+
+    def step(
         self, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool
     ) -> tuple[torch.Tensor | None, int]:
-        """(bound, floor hits) of the step taken."""
         problem, parameters = self.problem, self.parameters
         labels = problem.labels[torch.from_numpy(rows)]
         runs = None if problem.alike is None else Alike.among(problem.alike[rows])
