@@ -24,8 +24,8 @@ from augment_reduce.data import DatasetNotFoundError, load_dataset, random_like
 
 # B, |S|, and epochs a repetition: enough steps for a median, few enough to interleave
 SHAPES = {
-    "mnist": (500, 1, 40.0), "bibtex": (488, 20, 250.0), "omniglot": (541, 50, 5.0), "eurlex-4k": (379, 50, 5.0),
-    "synthetic": (500, 100, 2.0), "amazoncat-13k": (1987, 60, 0.05),
+    "mnist": (500, 1, 40.0), "bibtex": (488, 20, 250.0), "omniglot": (541, 50, 10.0), "eurlex-4k": (379, 50, 5.0),
+    "synthetic": (500, 100, 6.0), "amazoncat-13k": (1987, 60, 0.05),
 }  # fmt: skip
 METHODS = {
     "softmax": {"model": "softmax"}, "probit": {"model": "probit"}, "logistic": {"model": "logistic"},

@@ -1,5 +1,6 @@
 """Classes that a row's features point at: counted right, ranked right, and certain."""
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -7,10 +8,11 @@ from numba import set_num_threads
 from scipy import sparse
 
 from augment_reduce import AugmentReduceClassifier
-from augment_reduce.kernels import _cpu_pointers, cpu
+from augment_reduce.kernels import _cpu_pointers, _cpu_work, cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import DenseRows, as_rows
 from augment_reduce.sampler import FeaturePointed, Minibatch
+from augment_reduce.samplers import pointed as pointed_module
 
 
 def data(n_rows=300, n_features=40, n_classes=30, seed=0):
@@ -196,6 +198,72 @@ def test_the_bound_is_tight_where_features_know_the_rival():
         history = AugmentReduceClassifier(class_sampling=name, **settings).fit(X, y).history_["bound_gap"]
         gaps[name] = history[~np.isnan(history)][-1]
     assert gaps["pointed-shared"] < 0.25 * gaps["head-tail-shared"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_heaviest_classes_of_a_feature_are_listed(dtype, threads, monkeypatch):
+    """As a sort finds them: positive ones, none of the head; by several threads, and as a device finds them."""
+    monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
+    X, y = data(n_features=150)
+    weight = torch.randn(30, 150, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    weight[:, 7] = -1.0  # a feature that speaks against everyone
+    weight[3:, 9] = 0.0
+    sampler = studied(X, y, per_feature=5)
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        sampler.end_epoch(Parameters(weight, weight[:, 0], [], []), 300, 8)
+    finally:
+        numba.set_num_threads(before)
+    free = weight.clone()
+    free[torch.from_numpy(sampler.certain(8))] = -1.0
+    assert sampler.certain(8).any()
+    lists = [(sampler.heavy.copy(), sampler.heavy_weight.copy())]
+    sampler.heavy[...], sampler.heavy_weight[...] = -1, 0
+    sampler._find_on_device(weight, 8)
+    for heavy, values in (*lists, (sampler.heavy, sampler.heavy_weight)):
+        for d in range(150):
+            best = [int(k) for k in free[:, d].argsort(descending=True)[:5] if free[k, d] > 0]
+            assert set(heavy[d][heavy[d] >= 0]) == set(best)
+            found = dict(zip(heavy[d].tolist(), values[d].tolist(), strict=True))
+            assert all(found[k] == pytest.approx(float(weight[k, d])) for k in best)
+        assert (heavy[7] == -1).all()
+
+
+def test_rows_have_the_classes_that_weigh_most_on_them_besides():
+    """Two by what labels said, two by what weights say now; a class that both name comes once, and nobody else."""
+    X, y = data(n_features=40)
+    sampler = studied(X, y, n_own=2, per_feature=30)
+    rows = np.arange(50)
+    by_labels, n_by_labels = sampler.own(minibatch(X, y, rows), 8)
+    weight = torch.rand(30, 40, generator=torch.Generator().manual_seed(1))
+    sampler.end_epoch(Parameters(weight, weight[:, 0], [], []), 300, 8)
+    own, n_own = sampler.own(minibatch(X, y, rows), 8)
+    points = (X[rows] != 0).astype(float) @ weight.numpy().T
+    points[:, sampler.certain(8)] = -1.0
+    met = 0
+    for b in rows:
+        first = by_labels[b, : n_by_labels[b]].tolist()
+        mine = own[b, : n_own[b]].tolist()
+        assert mine[: len(first)] == first
+        heavy = [int(k) for k in np.argsort(-points[b])[:2]] if X[b].count_nonzero() else []
+        assert mine[len(first) :] == [k for k in heavy if k not in first]
+        met += len(first) + len(heavy) - len(mine)
+    assert met > 0
+
+
+def test_weights_are_looked_through_when_rows_enough_have_gone_by():
+    X, y = data()
+    sampler = studied(X, y)
+    weight = torch.rand(30, 40)
+    parameters = Parameters(weight, weight[:, 0], [], [])
+    enough = -(-weight.numel() // (8 * pointed_module.A_PASS))  # rows, with |S| = 8
+    sampler.end_epoch(parameters, enough - 1, 8)
+    assert not len(sampler.heavy)
+    sampler.end_epoch(parameters, 1, 8)
+    assert (sampler.heavy >= 0).any()
+    assert sampler.since == 0
 
 
 def test_a_stream_goes_on_counting():

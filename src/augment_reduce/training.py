@@ -179,6 +179,8 @@ def train(
                     generators=(generator.manual_seed(mix(schedule.seed, 2, u)) for u in turns),
                     wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
                 )  # fmt: skip
+            if slot + M == per_epoch:
+                problem.sampler.end_epoch(state.parameters, n_rows, problem.n_sampled)
             took = time.perf_counter() - started
             progress.advance(M)
             for u, info in zip(turns, infos, strict=True):

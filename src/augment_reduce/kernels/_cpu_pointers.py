@@ -13,6 +13,7 @@ from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
 
 NOBODY = -1
+AT_ONCE = 64  # weights
 BEFORE_ALL = 1e9  # times the points of a class that came with the very same features
 
 
@@ -187,6 +188,66 @@ def meet(own: Array, found: Array, shared: Array, mask: Array, last: Array, befo
                 s = before[s]
     for s in range(shared.shape[0]):
         last[shared[s]] = NOBODY
+
+
+@njit(**OPTIONS)
+def _list(k: int, w: Any, classes: Array, values: Array) -> Any:
+    """Put class k into a list that is not full, or in place of the lightest. Returns what the next has to exceed."""
+    lightest = 0
+    for m in range(classes.shape[0]):
+        if classes[m] == NOBODY:
+            lightest = m
+            break
+        if values[m] < values[lightest]:
+            lightest = m
+    classes[lightest], values[lightest] = k, w
+    return values.min() if classes[-1] != NOBODY else values.dtype.type(0)
+
+
+@njit(cache=True, **OPTIONS)
+def heaviest(lo: int, hi: int, weight: Array, certain: Array, classes: Array, values: Array, least: Array) -> None:
+    """Features lo..hi: the M classes whose weight for it is largest, above zero, and these weights; O(K) a feature.
+
+    `classes`, `values` (D, M), NOBODY for none. Most weights are not among the largest: AT_ONCE of them are compared
+    before any is looked at. `certain` classes are not listed.
+    """
+    classes[lo:hi], values[lo:hi], least[lo:hi] = NOBODY, 0, 0
+    for k in range(weight.shape[0]):
+        if certain[k]:
+            continue
+        for first in range(lo, hi, AT_ONCE):
+            last, more = min(first + AT_ONCE, hi), 0
+            w, floor = weight[k, first:last], least[first:last]
+            for i in range(last - first):
+                more += w[i] > floor[i]
+            if more > 0:
+                for i in range(last - first):
+                    if w[i] > floor[i]:
+                        floor[i] = _list(k, w[i], classes[first + i], values[first + i])
+
+
+def find_heaviest(weight: Array, certain: Array, classes: Array, values: Array) -> None:
+    D = weight.shape[1]
+    cuts = split(D, lambda: np.full(D, len(weight)))
+    least = np.empty(D, weight.dtype)
+    run(heaviest, cuts, (weight, certain, classes, values, least), [()] * (len(cuts) - 1))
+
+
+@njit(cache=True, **OPTIONS)
+def join(own: Array, found: Array, more: Array, n_more: Array, labels: Array, out: Array) -> None:
+    """out (B, P + Q): the first found[b] of own[b], then those of more[b] that are not among them, then the label;
+    `found` says how many."""
+    for b in range(own.shape[0]):
+        n = found[b]
+        out[b, :n] = own[b, :n]
+        for q in range(n_more[b]):
+            new = True
+            for p in range(found[b]):
+                new &= own[b, p] != more[b, q]
+            out[b, n] = more[b, q]
+            n += new
+        out[b, n:] = labels[b]
+        found[b] = n
 
 
 def pointed(

@@ -136,6 +136,9 @@ class ClassSampler:
     def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
         """Before the first step on them: all the rows to be trained on, labels of these in the same order, and |S|."""
 
+    def end_epoch(self, parameters: Any, n_rows: int, size: int) -> None:
+        """After the last step of an epoch over n_rows: the weights as they are, and |S|. By default: nothing."""
+
     def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
         """After the step: the bound's gradient by the gaps (B, S) of the classes drawn. By default: nothing."""
 

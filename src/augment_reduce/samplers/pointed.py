@@ -13,7 +13,10 @@ from ..kernels.rows import SparseRows
 from .base import ClassSampler, DrawWithoutReplacement, Half, Minibatch, Sampled
 from .fixed import HeadAndTail
 
-ROOM = 4  # times n_own: labels of the same features that a row may have
+KEPT = ("listed", "counts", "seen", "heavy", "heavy_weight", "since")
+A_PASS = 16  # weights that are looked through in the time of a row and a class of it, at least
+FEATURES_AT_ONCE = 1024  # whose weights a device looks through
+ROOM = 8  # times n_own: labels of the same features that a row may have
 
 
 class FeaturePointed(HeadAndTail):
@@ -30,14 +33,19 @@ class FeaturePointed(HeadAndTail):
     first: nothing is a surer rival than what was right for the very same features, however rare. All of them, where
     they are more than P (up to ROOM times as many).
 
-    The own classes of a row depend on its features and on the training labels alone, not on the draw: with weight 1 for
-    them, and the shared classes for what they leave, every row's sum stays unbiased. A row's label is masked, where it
-    is one of them.
+    What labels have not said the weights may: as many classes again of largest sum_d w_kd over the row's features, from
+    lists of the `per_feature` classes whose weight for a feature is largest. A rare class, seldom drawn, can come to
+    outweigh the label on rows that have only features in common with it that all have. These lists are made anew from
+    the weights when an epoch ends, in one pass over them; after a short one, a part of a stream say, not yet.
+
+    The own classes of a row depend on its features, the training labels and earlier steps, not on the draw: with weight
+    1 for them, and the shared classes for what they leave, every row's sum stays unbiased. A row's label is masked,
+    where it is one of them.
     """
 
     name: ClassVar[str] = "pointed-shared"
 
-    def __init__(self, n_own: int = 32, per_feature: int = 16, power: float = 1.0, uniform_share: float = 0.1) -> None:
+    def __init__(self, n_own: int = 16, per_feature: int = 16, power: float = 1.0, uniform_share: float = 0.1) -> None:
         super().__init__(power, uniform_share)
         if n_own < 1 or per_feature < 1:
             raise ValueError(
@@ -51,6 +59,9 @@ class FeaturePointed(HeadAndTail):
         self.listed = np.empty((0, self.per_feature), np.int32)  # (D, per_feature) classes, NOBODY: none
         self.counts = np.empty((0, self.per_feature), np.float32)
         self.seen = np.empty(0, np.float64)  # (D,) rows that have the feature
+        self.heavy = np.empty((0, self.per_feature), np.int32)  # (D, per_feature) classes of the largest weights
+        self.heavy_weight = np.empty((0, self.per_feature), np.float32)
+        self.since = np.zeros(1, np.int64)  # rows trained on since these were listed
         self._knows_rows = False
         self._same: Any = None  # rows that differ in their labels alone
 
@@ -62,26 +73,29 @@ class FeaturePointed(HeadAndTail):
         return super().bind(class_counts, draw_without_replacement)
 
     def most_own(self) -> int:
-        return ROOM * self.n_own
+        return (ROOM + 1) * self.n_own
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        return n_features * (8 * self.per_feature + 8) + 120 * n_rows  # while it studies; 26 of them stay
+        return n_features * (16 * self.per_feature + 8) + 120 * n_rows  # while it studies; 26 of them stay
 
     def kept(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(getattr(self, name)) for name in ("listed", "counts", "seen")}
+        return {name: torch.from_numpy(getattr(self, name)) for name in KEPT}
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
         if kept.keys() == self.kept().keys() and kept["listed"].shape[1] == self.per_feature:
-            self.listed, self.counts, self.seen = (kept[name].numpy() for name in ("listed", "counts", "seen"))
+            for name in KEPT:
+                setattr(self, name, kept[name].numpy())
             self._knows_rows = same_rows and len(self.listed) > 0
 
     def warm_up(self, X: Any) -> None:
-        from ..kernels._cpu_pointers import tally, twins
+        from ..kernels._cpu_pointers import find_heaviest, join, tally, twins
 
         X, nobody = sparse(X), np.empty(0, np.int64)
         twins((X.indptr, X.indices, X.values), nobody, nobody, np.empty(0, np.bool_), np.empty(0), 1)
         lists = np.empty((0, self.per_feature), np.int32), np.empty((0, self.per_feature), np.float32), np.empty(0)
         tally(X.indptr, X.indices, X.values, nobody, nobody, np.empty(0, np.bool_), *lists)
+        find_heaviest(np.empty((0, 0), np.float32), np.empty(0, np.bool_), *lists[:2])
+        join(*(np.empty(shape, np.int64) for shape in ((0, 0), 0, (0, 0), 0, 0, (0, 0))))
 
     def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
         from ..kernels._cpu_batch import check_features
@@ -103,6 +117,31 @@ class FeaturePointed(HeadAndTail):
         )  # fmt: skip
         self._knows_rows = True
 
+    def end_epoch(self, parameters: Any, n_rows: int, size: int) -> None:
+        from ..kernels._cpu_pointers import NOBODY, find_heaviest
+
+        weight = parameters.weight
+        self.since = self.since + n_rows
+        if self.since * size * A_PASS < weight.numel():  # looking through them would take longer than the epoch has
+            return
+        shape, self.since = (weight.shape[1], self.per_feature), np.zeros(1, np.int64)
+        self.heavy, self.heavy_weight = np.full(shape, NOBODY, np.int32), np.zeros(shape, np.float32)
+        if weight.is_cuda:
+            self._find_on_device(weight, size)
+        else:
+            find_heaviest(weight.numpy(), self.certain(size), self.heavy, self.heavy_weight)
+
+    def _find_on_device(self, weight: Tensor, size: int) -> None:
+        from ..kernels._cpu_pointers import NOBODY
+
+        free = np.flatnonzero(~self.certain(size))
+        rows, n = torch.from_numpy(free).to(weight.device), min(self.per_feature, len(free))
+        for first in range(0, weight.shape[1], FEATURES_AT_ONCE):
+            part = slice(first, first + FEATURES_AT_ONCE)
+            values, places = (found.cpu().numpy().T for found in weight[rows, part].topk(n, dim=0))
+            self.heavy[part, :n] = np.where(values > 0, free[places], NOBODY)
+            self.heavy_weight[part, :n] = np.maximum(values, 0)
+
     def certain(self, size: int) -> np.ndarray:
         """(K,) whether a class is in the head where |S| = size."""
         if size not in self._certain_of:
@@ -122,7 +161,7 @@ class FeaturePointed(HeadAndTail):
 
     def own(self, minibatch: Minibatch, size: int) -> tuple[np.ndarray, np.ndarray]:
         """(U, P), (U,): the classes that these runs' features point at, and how many; some label for the rest."""
-        from ..kernels._cpu_pointers import pointed
+        from ..kernels._cpu_pointers import Twins, join, pointed
 
         X, labels, rows = sparse(minibatch.X), minibatch.labels.numpy(), minibatch.rows
         if minibatch.alike is not None:
@@ -132,9 +171,16 @@ class FeaturePointed(HeadAndTail):
                 f"Expected rows of {len(self.listed)} features, as it has studied, found rows of {X.n_features}. "
                 "Call `study` with the training rows first."
             )
-        lists = self.listed, self.counts, self.seen
-        csr = X.indptr, X.indices, X.values
-        return pointed(csr, rows, labels, self.certain(size), lists, self._same, self._weight, self.n_own)
+        lists, csr = (self.listed, self.counts, self.seen), (X.indptr, X.indices, X.values)
+        certain = self.certain(size)
+        own, found = pointed(csr, rows, labels, certain, lists, self._same, self._weight, self.n_own)
+        if len(self.heavy) != X.n_features or not self.heavy_weight.any():
+            return own, found
+        lists, alike = (self.heavy, self.heavy_weight, np.ones(X.n_features)), np.ones(self.n_classes)
+        more, n_more = pointed(csr, rows, labels, certain, lists, Twins.none(), alike, self.n_own)
+        both = np.empty((len(own), own.shape[1] + more.shape[1]), np.int64)
+        join(own, found, more, n_more, labels, both)
+        return both[:, : max(1, int(found.max()))], found
 
     def _with_own(self, sampled: Sampled, minibatch: Minibatch, size: int) -> Sampled:
         from ..kernels._cpu_pointers import meet
