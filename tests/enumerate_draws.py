@@ -115,7 +115,7 @@ def looking(name: str, counts: np.ndarray | None = None) -> ClassSampler:
         sampler.study(one_row(0, len(counts)).X, np.arange(3), labels, 1)
         # and one of these, and one that no label has pointed at, have come to weigh something
         sampler.heavy = np.array([[0, len(counts) // 2, -1]] * 3, np.int32)
-        sampler.heavy_weight = np.array([[0.5, 0.8, 0.0]] * 3, np.float32)
+        sampler.heavy_weight, sampler._some_heavy = np.array([[0.5, 0.8, 0.0]] * 3, np.float32), True
         return sampler
     if name == "cache-shared":
         sampler = HardNegativeCache(memory=2, **settings)

@@ -17,7 +17,7 @@ import torch
 
 from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
-from augment_reduce.kernels import _cpu_batch, _cpu_meet, _cpu_team, _cpu_work, compiled, cpu, reference
+from augment_reduce.kernels import _cpu_batch, _cpu_meet, _cpu_team, _cpu_work, compiled, cpu, forget_stale, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels._cpu_team import Team
 from augment_reduce.kernels.rows import SparseRows, as_rows
@@ -288,25 +288,22 @@ def test_several_steps_in_one_call_are_those_steps(name, kind, few, monkeypatch)
 
 
 def test_steps_before_one_that_diverges_are_taken(monkeypatch):
-    """Four of six: the error says after which, the clock and the rows' visits agree, nothing of the fifth is there."""
+    """Four of six; the next call says after which, clock and visits agree, nothing of the fifth is there."""
     monkeypatch.setattr(cpu, "FEW_WEIGHTS", 0)
     problem = problem_of("paper softmax", "dense", SectionFour(), False, False, torch.float32)
     problem.may_compile = True
-    kept = []
-    monkeypatch.setattr(State, "__init__", record_into(kept, State.__init__))
-    with pytest.raises(FloatingPointError, match="After iteration 4"):
-        steps_of(problem, 6, bad_from=4)
-    assert kept[0].clock.iteration == 4
-    assert (kept[0].local["visits"] == 2).sum() == 60
-    assert torch.isfinite(kept[0].parameters.weight).all()
-
-
-def record_into(kept: list, init):
-    def recording(self, *arguments, **named):
-        kept.append(self)
-        init(self, *arguments, **named)
-
-    return recording
+    _, state, infos = steps_of(problem, 6, bad_from=4)
+    assert len(infos) == 4
+    assert state.clock.iteration == 4
+    assert (state.local["visits"] == 2).sum() == 60
+    assert torch.isfinite(state.parameters.weight).all()
+    bad = np.flatnonzero(np.isnan(problem.X.values[:, 0])).reshape(2, 15)
+    with torch.inference_mode(), pytest.raises(FloatingPointError, match="After iteration 4"):
+        vem.steps(
+            problem, state, bad, [Clock(5, 1), Clock(6, 1)], generators=iter([generator(5), generator(6)]),
+            wanted=[True, True],
+        )  # fmt: skip
+    assert (state.local["visits"] == 2).sum() == 60
 
 
 @pytest.mark.parametrize("oddity", ["zeros", "int64", "large D", "dense enough", "float64", "out of range"])
@@ -468,6 +465,37 @@ def test_a_child_has_helpers_of_its_own():
     """Those of its parent are not there, and it must not wait for them. (Torch's own threads it would wait for.)"""
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", FORKED], cwd=Path(__file__).parent, env=alone, timeout=100, check=True)
+
+
+def test_what_was_compiled_from_other_sources_is_forgotten(tmp_path):
+    """A change in any of the files, not only the kernel's own; and nothing is removed while none has changed."""
+    folder = tmp_path / "kernels"
+    (folder / "__pycache__").mkdir(parents=True)
+    for name in ("kernels/_cpu_one.py", "kernels/_cpu_two.py", "optim.py", "noise.py"):
+        (tmp_path / name).write_text("x = 1")
+    index = folder / "__pycache__" / "_cpu_one.kernel-1.nbi"
+    index.touch()
+    assert forget_stale(folder)
+    assert not index.exists()
+    index.touch()
+    assert not forget_stale(folder)
+    assert index.exists()
+    for changed in ("kernels/_cpu_two.py", "optim.py"):
+        (tmp_path / changed).write_text("x = 2")
+        assert forget_stale(folder)
+        assert not index.exists()
+        index.touch()
+
+
+def test_a_team_has_no_more_threads_than_there_is_work_for(monkeypatch):
+    used, run = [], Team.run
+    monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
+    monkeypatch.setattr(_cpu_team, "CORES", 64)
+    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 64)
+    X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
+    settings = {"preset": "paper", "batch_size": 300, "n_sampled_classes": 2, "max_iter": 2, "random_state": 0}
+    AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 8)  # 300 x 3 x (196 + 16), few weights
+    assert set(used) == {3}
 
 
 def test_what_has_no_twin_is_left_to_the_step(monkeypatch):

@@ -221,7 +221,8 @@ def test_the_heaviest_classes_of_a_feature_are_listed(dtype, threads, monkeypatc
     assert sampler.certain(8).any()
     lists = [(sampler.heavy.copy(), sampler.heavy_weight.copy())]
     sampler.heavy[...], sampler.heavy_weight[...] = -1, 0
-    sampler._find_on_device(weight, 8)
+    monkeypatch.setattr(pointed_module, "WEIGHTS_AT_ONCE", 500)
+    sampler._find_on_device(weight, 8, sampler.heavy, sampler.heavy_weight)
     for heavy, values in (*lists, (sampler.heavy, sampler.heavy_weight)):
         for d in range(150):
             best = [int(k) for k in free[:, d].argsort(descending=True)[:5] if free[k, d] > 0]

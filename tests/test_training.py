@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from augment_reduce import AugmentReduceClassifier, progress
 from augment_reduce.training import HISTORY, epoch_order, mix
@@ -70,6 +71,46 @@ def test_early_stopping_stops_and_keeps_the_best():
 
     _, held = hold_out(np.arange(60), 0.3, clf._fitted.seed)
     assert clf.log_likelihood(X[held], y[held]) == pytest.approx(scores.max(), abs=1e-9)
+
+
+def test_a_fit_that_goes_on_has_the_best_of_before_to_exceed(tmp_path):
+    """It begins there, and keeps that where it finds no better; the same from a file."""
+    X, y = rows()
+    settings = {"early_stopping": True, "validation_fraction": 0.3, "n_iter_no_change": 3, "random_state": 0}
+    clf = AugmentReduceClassifier(max_iter=300, warm_start=True, **settings).fit(X, y)
+    best, kept = clf._fitted.run.best, clf.coef_.copy()
+    clf.save(tmp_path / "model.safetensors")
+    again = AugmentReduceClassifier.load(tmp_path / "model.safetensors")
+    assert again._fitted.run.best == best
+    for one in (clf, again):
+        one.set_params(learning_rate=1e4, max_iter=20, warm_start=True).fit(X, y)
+        assert one._fitted.run.best == best
+        assert np.array_equal(one.coef_, kept)
+
+
+def test_what_an_interrupted_fit_found_best_is_not_what_another_ends_with(monkeypatch):
+    """Early stopping, interrupted after a look; the next fit does without it, and its own weights stay."""
+    import augment_reduce.training as training
+
+    X, y = rows()
+    settings = {"early_stopping": True, "n_iter_no_change": 100, "warm_start": True}
+    clf = AugmentReduceClassifier(max_iter=60, random_state=0, **settings)
+    real, calls = training.steps, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "steps", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            clf.fit(X, y)
+    best = clf._fitted.run.best_parameters[0].clone()
+    clf.set_params(early_stopping=False, max_iter=50).fit(X, y)
+    assert clf._fitted.run.best_parameters is None
+    assert not torch.equal(clf._fitted.parameters.weight, best)
 
 
 def test_same_seed_same_model_and_two_seeds_differ():

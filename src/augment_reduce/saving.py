@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,7 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         "rows_seen": fitted.rows_seen,
         "stream_steps": fitted.stream_steps,
         "stopped_early": fitted.run.stopped_early,
+        "best_validation": fitted.run.best if math.isfinite(fitted.run.best) else None,
         "sparse": fitted.sparse_weight is not None,
     }
     if hasattr(estimator, "feature_names_in_"):
@@ -147,4 +149,6 @@ def _fitted(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Fi
     )
     fitted.run.history = {name: tensors[f"history.{name}"].tolist() for name in HISTORY}
     fitted.run.stopped_early = bool(description["stopped_early"])
+    best = description.get("best_validation")
+    fitted.run.best = -math.inf if best is None else float(best)
     return fitted

@@ -162,6 +162,7 @@ def train(
     order_of, order = -1, np.empty(0, dtype=np.int64)
     alike = None if problem.alike is None else problem.alike[problem.active]
     window, run.without_gain, run.stopped_early = Window(), 0, False
+    look_back(run, state, schedule)
 
     with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
         t, most = first, at_once(problem, state, B)
@@ -179,6 +180,7 @@ def train(
                     generators=(generator.manual_seed(mix(schedule.seed, 2, u)) for u in turns),
                     wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
                 )  # fmt: skip
+            M, turns = len(infos), turns[: len(infos)]  # fewer where the next one diverges, which its own call will say
             if slot + M == per_epoch:
                 problem.sampler.end_epoch(state.parameters, n_rows, problem.n_sampled)
             took = time.perf_counter() - started
@@ -200,6 +202,14 @@ def train(
     if run.best_parameters is not None:
         restore_best(run, state)
     return run
+
+
+def look_back(run: Run, state: State, schedule: Schedule) -> None:
+    """What an earlier fit found best is what this one has to exceed, and it has begun there; or it is forgotten."""
+    if not schedule.early_stopping:
+        run.best, run.best_parameters = -math.inf, None
+    elif run.best > -math.inf and run.best_parameters is None:
+        run.best_parameters = (state.parameters.weight.clone(), state.parameters.bias.clone())
 
 
 def keep_best(run: Run, state: State, score: float, schedule: Schedule) -> None:

@@ -120,6 +120,8 @@ def steps(
 ) -> tuple[State, list[StepInfo]]:  # fmt: skip
     """One step for each minibatch of order (M, B), the same as M times `step`; in one call where that is possible.
 
+    Fewer where the scores of one that follows are not finite: the next call, which begins with it, raises.
+
     `generators` gives each step its generator when its turn comes: it may be one that is seeded anew each time.
     """
     if problem.may_compile and len(order) > 1:
@@ -155,10 +157,9 @@ def take_compiled(
         taken = compiled_steps(problem, state)(order, clocks, generators, wanted)
         if taken is None:
             return None
-        if taken:
-            state.clock = clocks[len(taken) - 1]
-        if len(taken) < len(order):
+        if not taken:
             raise not_finite()
+        state.clock = clocks[len(taken) - 1]
     return [StepInfo(*each) for each in taken]
 
 

@@ -3,9 +3,8 @@
 Loading copies B rows into scratch, a C-th of the work that follows, and is the only code that sees the
 caller's dtypes, orders and memory maps.
 
-Numba's disk cache looks for changes only in the file of the kernel itself: so a kernel and what is
-compiled into it live in one file, here and in the other `_cpu_` modules. What they take from elsewhere is
-`_cpu_lanes` and the constants of `optim`: whoever changes those deletes `__pycache__/*.nbi` beside this file.
+Numba's disk cache looks for changes only in the file of the kernel itself; `forget_stale` of this package looks in all
+of them.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ so every thread takes whole steps, several in one call, and a wait is a look at 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numba
@@ -31,8 +33,12 @@ if hasattr(os, "register_at_fork"):  # whoever held it is not in the child
 
 
 def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those that this process may use: of a container, as many as its share of time is worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(int(quota) / int(period))))  # "max": no limit, and not a number
+    return cores
 
 
 CORES = _cores()  # asked once: the system takes longer to say than a small step
@@ -40,7 +46,7 @@ CORES = _cores()  # asked once: the system takes longer to say than a small step
 
 def most_threads() -> int:
     """A team's threads run at once or not at all: no more than there are cores."""
-    return min(numba.get_num_threads(), CORES)
+    return min(numba.get_num_threads(), CORES) if os.name == "posix" else 1  # elsewhere nobody says how to give way
 
 
 class Taken(NamedTuple):

@@ -7,7 +7,6 @@ part of their own gets `vem.step` as it stands.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -146,20 +145,18 @@ class CompiledStep:
         return seeds, alphas, rules.astype(self.dtype), draws, np.array(wanted, np.bool_)
 
     def take(self, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
-        """The steps, by a team of threads where there are threads, work enough for two of them, and no row that both
+        """The steps, by a team of threads where there are threads, work enough for each of them, and no row that two
         would move."""
-        B, places, n = order.shape[1], _cpu_team.PLACES, most_threads()
-        many = (
-            n > 1
-            and self.work(B) > WORTH_THREADS
-            and all_different(order, WORK.array("met", self.problem.X.n_rows, np.uint8))
-        )
-        with contextlib.ExitStack() as held:
-            if many and places.acquire(blocking=False):
-                held.callback(places.release)
-            else:
-                n = 1
-            return self.by_team(n, how, order, data, arrays, plan)
+        work, places = self.work(order.shape[1]), _cpu_team.PLACES
+        n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), PARTS if how == ROWS else most_threads())
+        many = n > 1 and work > WORTH_THREADS
+        many = many and all_different(order, WORK.array("met", self.problem.X.n_rows, np.uint8))
+        held = many and places.acquire(blocking=False)
+        try:
+            return self.by_team(n if held else 1, how, order, data, arrays, plan)
+        finally:
+            if held:
+                places.release()
 
     def by_team(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
         (M, B), (K, D), S = order.shape, arrays.weight.shape, self.S
@@ -167,7 +164,7 @@ class CompiledStep:
         key = (n, how, B)
         if key not in self.teams:
             self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype)
-        size = {ROWS: PARTS * K * D, BIASES: 0, GROUPS: len(data[4]) or D}[how]
+        size = {ROWS: PARTS * K * D, BIASES: 0, GROUPS: D if len(data[0]) else len(data[4]) or D}[how]
         few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
         kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)
         model, step = MODELS[self.problem.noise.name], self.rule.step_size

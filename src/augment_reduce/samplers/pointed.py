@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from .fixed import HeadAndTail
 
 KEPT = ("listed", "counts", "seen", "heavy", "heavy_weight", "since")
 A_PASS = 16  # weights that are looked through in the time of a row and a class of it, at least
-FEATURES_AT_ONCE = 1024  # whose weights a device looks through
+WEIGHTS_AT_ONCE = 1 << 26  # that a device copies to look through them
 ROOM = 8  # times n_own: labels of the same features that a row may have
 
 
@@ -62,6 +63,7 @@ class FeaturePointed(HeadAndTail):
         self.heavy = np.empty((0, self.per_feature), np.int32)  # (D, per_feature) classes of the largest weights
         self.heavy_weight = np.empty((0, self.per_feature), np.float32)
         self.since = np.zeros(1, np.int64)  # rows trained on since these were listed
+        self._some_heavy = False
         self._knows_rows = False
         self._same: Any = None  # rows that differ in their labels alone
 
@@ -82,9 +84,10 @@ class FeaturePointed(HeadAndTail):
         return {name: torch.from_numpy(getattr(self, name)) for name in KEPT}
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
-        if kept.keys() == self.kept().keys() and kept["listed"].shape[1] == self.per_feature:
-            for name in KEPT:
+        if {"listed", "counts", "seen"} <= kept.keys() and kept["listed"].shape[1] == self.per_feature:
+            for name in kept.keys() & set(KEPT):  # older files have no weights listed
                 setattr(self, name, kept[name].numpy())
+            self._some_heavy = bool(self.heavy_weight.any())
             self._knows_rows = same_rows and len(self.listed) > 0
 
     def warm_up(self, X: Any) -> None:
@@ -124,23 +127,26 @@ class FeaturePointed(HeadAndTail):
         self.since = self.since + n_rows
         if self.since * size * A_PASS < weight.numel():  # looking through them would take longer than the epoch has
             return
-        shape, self.since = (weight.shape[1], self.per_feature), np.zeros(1, np.int64)
-        self.heavy, self.heavy_weight = np.full(shape, NOBODY, np.int32), np.zeros(shape, np.float32)
+        shape = weight.shape[1], self.per_feature
+        heavy, values = np.full(shape, NOBODY, np.int32), np.zeros(shape, np.float32)
         if weight.is_cuda:
-            self._find_on_device(weight, size)
+            self._find_on_device(weight, size, heavy, values)
         else:
-            find_heaviest(weight.numpy(), self.certain(size), self.heavy, self.heavy_weight)
+            find_heaviest(weight.numpy(), self.certain(size), heavy, values)
+        some, none = bool(values.any()), np.zeros(1, np.int64)
+        self.heavy, self.heavy_weight, self._some_heavy, self.since = heavy, values, some, none  # all or nothing
 
-    def _find_on_device(self, weight: Tensor, size: int) -> None:
+    def _find_on_device(self, weight: Tensor, size: int, heavy: np.ndarray, heavy_weight: np.ndarray) -> None:
         from ..kernels._cpu_pointers import NOBODY
 
         free = np.flatnonzero(~self.certain(size))
         rows, n = torch.from_numpy(free).to(weight.device), min(self.per_feature, len(free))
-        for first in range(0, weight.shape[1], FEATURES_AT_ONCE):
-            part = slice(first, first + FEATURES_AT_ONCE)
+        at_once = max(1, WEIGHTS_AT_ONCE // max(1, len(free)))
+        for first in range(0, weight.shape[1], at_once):
+            part = slice(first, first + at_once)
             values, places = (found.cpu().numpy().T for found in weight[rows, part].topk(n, dim=0))
-            self.heavy[part, :n] = np.where(values > 0, free[places], NOBODY)
-            self.heavy_weight[part, :n] = np.maximum(values, 0)
+            heavy[part, :n] = np.where(values > 0, free[places], NOBODY)
+            heavy_weight[part, :n] = np.maximum(values, 0)
 
     def certain(self, size: int) -> np.ndarray:
         """(K,) whether a class is in the head where |S| = size."""
@@ -174,12 +180,12 @@ class FeaturePointed(HeadAndTail):
         lists, csr = (self.listed, self.counts, self.seen), (X.indptr, X.indices, X.values)
         certain = self.certain(size)
         own, found = pointed(csr, rows, labels, certain, lists, self._same, self._weight, self.n_own)
-        if len(self.heavy) != X.n_features or not self.heavy_weight.any():
+        if len(self.heavy) != X.n_features or not self._some_heavy:
             return own, found
-        lists, alike = (self.heavy, self.heavy_weight, np.ones(X.n_features)), np.ones(self.n_classes)
-        more, n_more = pointed(csr, rows, labels, certain, lists, Twins.none(), alike, self.n_own)
+        lists = self.heavy, self.heavy_weight, ones(X.n_features)
+        more, n_more = pointed(csr, rows, labels, certain, lists, Twins.none(), ones(self.n_classes), self.n_own)
         both = np.empty((len(own), own.shape[1] + more.shape[1]), np.int64)
-        join(own, found, more, n_more, labels, both)
+        join(np.ascontiguousarray(own), found, np.ascontiguousarray(more), n_more, labels, both)
         return both[:, : max(1, int(found.max()))], found
 
     def _with_own(self, sampled: Sampled, minibatch: Minibatch, size: int) -> Sampled:
@@ -206,6 +212,12 @@ class FeaturePointed(HeadAndTail):
             own=of_own, n_own=n_own, log_weight=padded(sampled.log_weight), halves=halves,
             mask=torch.cat([shared, none.logical_or_(of_own == minibatch.labels[:, None])], dim=1),
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def ones(n: int) -> np.ndarray:
+    """Made once: a step must not take longer for more features or classes."""
+    return np.ones(n)
 
 
 def sparse(X: Any) -> SparseRows:
