@@ -165,7 +165,9 @@ def train(
     look_back(run, state, schedule)
 
     with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
+        began = time.perf_counter()
         t, most = first, at_once(problem, state, B)
+        elapsed += time.perf_counter() - began
         while t <= last and not run.stopped_early:
             started = time.perf_counter()
             epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)

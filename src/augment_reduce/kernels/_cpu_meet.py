@@ -21,10 +21,10 @@ from ._cpu_lanes import I32, I64, _data, intrinsic
 from ._cpu_types import OPTIONS, Array
 
 PATIENCE = 2_000  # looks before the core is offered to others
-POLITE = 400  # offers, some 200 microseconds, before a thread that waits for its team takes naps
+POLITE = 400  # offers, some 200 microseconds, before a thread that waits for its team naps
 AWAKE = 6_000  # looks before a helper goes to sleep
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
-DRAWN = 2  # and how many shares of a job were taken, by whoever was free
+DRAWN, NAPS = 2, 3  # and how many shares of a job were taken, by whoever was free; whether waiting threads may nap
 ASKED, ANSWERED = 0, 1  # places of a helper's
 
 
@@ -80,7 +80,9 @@ def _nap(typing_context: Any) -> tuple:
 def together(counter: Array, n: int) -> bool:
     """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place.
 
-    Who waits long may be on the core of whom it waits for, where giving way can fail for milliseconds: it naps.
+    Who waits long may be on the core of whom it waits for, where giving way can fail for milliseconds: it naps where
+    steps are short. Long ones are better off without: the system parts threads that both want to run, sooner or later,
+    but not one that wants to and one that mostly sleeps.
     """
     everyone = (take_number(counter, ARRIVED) + n) // n * n
     looks = 0
@@ -88,11 +90,18 @@ def together(counter: Array, n: int) -> bool:
         if _now(counter, LEFT) != 0:
             return False
         looks += 1
-        if looks > PATIENCE + POLITE:
+        if looks > PATIENCE + POLITE and counter[NAPS] != 0:
             _nap()
         elif looks > PATIENCE:
             _give_way()
     return True
+
+
+def new_counter(naps: bool) -> Array:
+    """What a team meets at, in cache lines of its own."""
+    counter = np.zeros(16, np.int64)
+    counter[NAPS] = naps
+    return counter
 
 
 @njit(cache=True, **OPTIONS)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from ._cpu_meet import LEFT, helpers
+from ._cpu_meet import LEFT, helpers, new_counter
 from ._cpu_step import ALONE, GROUPS, take_steps
 from ._cpu_types import Array
 
@@ -60,10 +60,13 @@ class Taken(NamedTuple):
 class Team:
     """n threads (one is a team, too) and their scratch, for one way through minibatches of one size."""
 
-    def __init__(self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype) -> None:
+    def __init__(
+        self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype, *, short: bool
+    ) -> None:
+        """`short`: whether a step takes less than a few milliseconds."""
         pairs, most = B * (1 + S), min(K, B * (1 + S))
         sorted_, k = (pairs, 0) if how == GROUPS else (0, K)
-        self.n, self.counter = n, np.zeros(16, np.int64)  # a cache line for itself
+        self.n, self.short, self.counter = n, short, new_counter(short)
         self.drawn = np.empty((B, S)), np.empty((2, B, 1 + S), np.int64), np.empty(B, np.int64)
         self.grouped = (
             np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
@@ -93,7 +96,7 @@ class Team:
                 )
         except BaseException:  # also an interrupt: nobody must be left waiting, nor meet whoever comes next
             counter[LEFT] = 1
-            self.counter = np.zeros_like(counter)
+            self.counter = new_counter(self.short)
             for other in others:
                 other.wait()
             raise
