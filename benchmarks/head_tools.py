@@ -145,3 +145,14 @@ def table(rows: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(row["name"] for row in kept):
         found = {(row["D"], row["K"]): row["ms_p50"] for row in kept if row["name"] == name}
         print(f"{name:38s}" + "".join(f"{found[s]:16.3f}" if s in found else f"{'':16s}" for s in shapes))
+
+
+def extra_memory(call: Callable[[], object]) -> float:
+    """Gigabytes that a second call takes at its peak, beyond what was there."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9

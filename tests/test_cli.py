@@ -1,112 +1,28 @@
-"""The command line: files in, models and numbers out, and what it says when something is wrong."""
+"""The command line: files in, models and numbers out."""
 
 import csv
-import errno
-import gzip
 import json
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_files import QUICK, D, K, done, draw, fill, one_label, refused, svmlight, table
 from PIL import Image
 from scipy import sparse
-from typer.testing import CliRunner, Result
 
 from augment_reduce import AugmentReduceClassifier
-from augment_reduce._version import __version__
-from augment_reduce.cli import app, options
+from augment_reduce.cli import options
 from augment_reduce.data import FORMATS, REDUCTIONS, read_rows, write_npz
 from augment_reduce.edge import METHODS, PRESETS
-from augment_reduce.metrics import class_codes, expected_calibration_error, perplexity, precision_at
+from augment_reduce.metrics import class_codes, expected_calibration_error
 from augment_reduce.noise import NOISES
 from augment_reduce.optim import OPTIMIZERS
 from augment_reduce.sampler import SAMPLERS
 
-K, D = 6, 8
-QUICK = ("--quiet", "--n-jobs", "1", "--max-epochs", "3")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def done(*arguments: object) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def refused(*arguments: object, code: int = 2) -> str:
-    """The one paragraph on standard error of a command that must not work."""
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("Error: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr
-
-
-def draw(n: int, seed: int, n_labels: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(N, D) zeros and ones, and (N, K) booleans: the classes of the highest noisy utilities."""
-    weight = 2.0 * np.random.default_rng(99).normal(size=(K, D))
-    rng = np.random.default_rng(seed)
-    X = (rng.random((n, D)) < 0.4).astype(np.float32)
-    order = np.argsort(-(X @ weight.T + rng.gumbel(size=(n, K))), axis=1)
-    sizes = rng.integers(1, n_labels + 1, size=n)
-    labels = np.zeros((n, K), bool)
-    for row, (best, size) in enumerate(zip(order, sizes, strict=True)):
-        labels[row, best[:size]] = True
-    return X, labels
-
-
-def svmlight(path: Path, X: np.ndarray, y: list[str], base: int = 1) -> Path:
-    rows = (" ".join([name, *(f"{j + base}:1" for j in np.flatnonzero(x))]) for x, name in zip(X, y, strict=True))
-    path.write_text("\n".join(rows) + "\n")
-    return path
-
-
-def xml(path: Path, X: np.ndarray, labels: np.ndarray) -> Path:
-    def numbers(row: np.ndarray) -> str:
-        return ",".join(map(str, np.flatnonzero(row)))
-
-    rows = (f"{numbers(t)} " + " ".join(f"{j}:1" for j in np.flatnonzero(x)) for x, t in zip(X, labels, strict=True))
-    text = f"{len(X)} {D} {K}\n" + "\n".join(rows) + "\n"
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
-def table(path: Path, X: np.ndarray, y: list[str], names: list[str]) -> Path:
-    """A csv file whose columns stand in the order of `names` (f0, f1, …, label, and columns of dashes)."""
-    lines = [",".join(names)]
-    for x, name in zip(X, y, strict=True):
-        cells = {f"f{j}": str(value) for j, value in enumerate(x)} | {"label": name}
-        lines.append(",".join(cells.get(column, "-") for column in names))
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def one_label(labels: np.ndarray) -> list[str]:
-    return [f"c{k}" for k in labels.argmax(1)]
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one label a row (train.svm, test.svm), sets of labels (train.txt.gz, test.txt), a model of each."""
-    folder = tmp_path_factory.mktemp("cli")
-    for name, n, seed in (("train", 300, 0), ("test", 80, 1)):
-        X, labels = draw(n, seed)
-        svmlight(folder / f"{name}.svm", X, one_label(labels))
-    xml(folder / "train.txt.gz", *draw(300, 2, n_labels=3))
-    xml(folder / "test.txt", *draw(80, 3, n_labels=3))
-    done("fit", folder / "train.svm", "-o", folder / "one.safetensors", *QUICK)
-    done("fit", folder / "train.txt.gz", "-o", folder / "sets.safetensors", "--reduction", "all", *QUICK)
-    return folder
+    return fill(tmp_path_factory.mktemp("cli"))
 
 
 # ---- fit ----
@@ -361,140 +277,3 @@ def test_npz(tmp_path):
     result = json.loads(done("evaluate", tmp_path / "m", tmp_path / "train.npz", "--json").stdout)
     assert result["accuracy"] > 0.5
     assert AugmentReduceClassifier.load(tmp_path / "m").classes_[0] == "n0"
-
-
-# ---- what goes wrong ----
-
-
-def test_bad_input_is_refused_before_anything_is_written(place, tmp_path):
-    data, output = place / "train.svm", tmp_path / "m"
-    bad = tmp_path / "bad.svm"
-    bad.write_text("c0 1:1\nc1 2:oops\n")
-    assert "line 2" in refused("fit", bad, "-o", output)
-    assert "nothing there" in refused("fit", tmp_path / "absent.svm", "-o", output)
-    assert "softmax only" in refused("fit", data, "-o", output, "--model", "probit", "--method", "one-vs-each")
-    assert "prior_variance" in refused("fit", data, "-o", output, "--prior-variance", "-1")
-    assert "max_epochs" in refused("fit", data, "-o", output, "--max-iter", 3, "--max-epochs", 3)
-    one = tmp_path / "one.svm"
-    one.write_text("c0 1:1\nc0 2:1\n")
-    assert "two classes" in refused("fit", one, "-o", output)
-    assert not output.exists()
-
-
-def test_the_output_is_checked_before_training(place, tmp_path):
-    data = place / "train.svm"
-    assert "no folder" in refused("fit", data, "-o", tmp_path / "absent" / "m")
-    assert "is a folder" in refused("fit", data, "-o", tmp_path)
-    own = svmlight(tmp_path / "own.svm", *(lambda X, t: (X, one_label(t)))(*draw(20, 8)))
-    before = own.read_bytes()
-    assert "destroy" in refused("fit", own, "-o", own)
-    assert "destroy" in refused("predict", place / "one.safetensors", own, "-o", own)
-    assert own.read_bytes() == before
-
-
-def test_a_folder_that_may_not_be_written(place, tmp_path, monkeypatch):
-    def forbidden(**_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", forbidden)
-    assert "Read-only" in refused("fit", place / "train.svm", "-o", tmp_path / "m")
-
-
-def test_model_files_that_are_none(place, tmp_path):
-    assert "No model file" in refused("predict", tmp_path / "absent", place / "test.svm")
-    cut = tmp_path / "cut"
-    cut.write_bytes((place / "one.safetensors").read_bytes()[:-20])
-    assert "not a whole model file" in refused("evaluate", cut, place / "test.svm")
-
-
-def test_failures_while_running_exit_with_1(place, tmp_path, monkeypatch):
-    for error, words in (
-        (MemoryError("This fit needs about 9 GB"), "9 GB"),
-        (FloatingPointError("the weights have diverged"), "diverged"),
-        (RuntimeError("a [bug]"), "--debug"),
-    ):
-
-        def fit(self: object, X: object, y: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr(AugmentReduceClassifier, "fit", fit)
-        assert words in refused("fit", place / "train.svm", "-o", tmp_path / "m", code=1)
-    result = run("fit", place / "train.svm", "-o", tmp_path / "m", "--debug")
-    assert result.exit_code == 1
-    assert "Traceback" in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_usage_exits_with_2(place):
-    for arguments in (
-        ["fit", place / "train.svm"],
-        ["fit", "--nonsense"],
-        ["fly"],
-        ["fit", "x", "-o", "y", "--model", "z"],
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert "Traceback" not in result.output
-
-
-# ---- as a program of its own ----
-
-
-def test_help_teaches_and_imports_nothing_heavy():
-    code = (
-        "import sys\nfrom augment_reduce.cli import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "finally:\n    heavy = {'torch', 'sklearn', 'numba', 'matplotlib', 'numpy'} & set(sys.modules)\n"
-        "    assert not heavy, heavy\n"
-    )
-    for arguments in (["--help"], ["fit", "--help"], ["evaluate", "--help"], ["--version"]):
-        shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        assert (shown.returncode, shown.stderr) == (0, "")
-        if arguments[-1] == "--help":
-            assert "augment-reduce" in shown.stdout
-        else:
-            assert shown.stdout == f"augment-reduce {__version__}\n"
-
-
-def test_every_command_shows_an_example():
-    for command in ("fit", "predict", "evaluate", "demo"):
-        assert f"augment-reduce {command} " in done(command, "--help").stdout.split("Example")[1]
-
-
-def test_control_c_says_that_nothing_was_written(place, tmp_path):
-    program = Path(sys.executable).parent / "augment-reduce"
-    command = [program, "fit", place / "train.svm", "-o", tmp_path / "m", "--max-epochs", "1000000", "--n-jobs", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    assert process.stderr.readline() != ""  # the settings: training is about to start
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert out == ""
-    assert err.rstrip().endswith("nothing was written.")
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- metrics ----
-
-
-def test_precision_at_counts_hits_by_hand():
-    relevant = sparse.csr_matrix(np.array([[1, 0, 1, 0], [0, 0, 0, 1]], dtype=bool))
-    top = np.array([[2, 1, 0], [0, 3, 1]])
-    assert precision_at(top, relevant, (1, 2, 3, 4)) == {
-        1: 1 / 2,
-        2: (1 / 2 + 1 / 2) / 2,
-        3: pytest.approx((2 / 3 + 1 / 3) / 2),
-    }
-    with pytest.raises(ValueError, match="as many rows"):
-        precision_at(top[:1], relevant)
-
-
-def test_class_codes_and_perplexity():
-    assert class_codes(np.array(["b", "z", "a"]), np.array(["a", "b"])).tolist() == [1, -1, 0]
-    assert class_codes(np.array([7, 3]), np.array(["10", "7"])).tolist() == [1, -1]  # numbers against text
-    assert class_codes(np.array(["7", "x"]), np.array([3, 7])).tolist() == [1, -1]
-    assert perplexity(-np.log(8.0)) == pytest.approx(8.0)
-    assert perplexity(-1e4) == np.inf

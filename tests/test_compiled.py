@@ -1,13 +1,7 @@
 """The compiled twins of the E steps and of the whole step make the numbers of the torch operations they stand for."""
 
 import gc
-import os
-import subprocess
-import sys
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -17,7 +11,7 @@ import torch
 
 from augment_reduce import AugmentReduceClassifier, vem
 from augment_reduce import local as local_steps
-from augment_reduce.kernels import _cpu_batch, _cpu_meet, _cpu_team, _cpu_work, compiled, cpu, forget_stale, reference
+from augment_reduce.kernels import _cpu_batch, _cpu_team, _cpu_work, compiled, cpu, reference
 from augment_reduce.kernels._cpu_math import exp, log
 from augment_reduce.kernels._cpu_team import Team
 from augment_reduce.kernels.rows import SparseRows, as_rows
@@ -268,8 +262,7 @@ def test_several_steps_in_one_call_are_those_steps(name, kind, few, monkeypatch)
     """To the last bit, whatever the number of threads; with weights of the rows, and an optimiser that counts."""
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
     monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
-    for module in (compiled, _cpu_batch):
-        monkeypatch.setattr(module, "DENSE_FROM", 1.0)  # these rows are not very sparse
+    monkeypatch.setattr(_cpu_batch, "DENSE_FROM", 1.0)  # these rows are not very sparse
     calls, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, M, *a: calls.append((self.n, M)) or run(self, M, *a))
     found, before = [], numba.get_num_threads()
@@ -337,165 +330,6 @@ def test_rows_that_cannot_be_read_where_they_lie_are_loaded(oddity):
             vem.steps(*steps, generators=(generator(t) for t in (1, 2)), wanted=[True, True])
         found.append(weight)
     assert oddity == "out of range" or torch.equal(*found)
-
-
-def fit_with_team(**settings):
-    X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
-    settings = {
-        "preset": "paper",
-        "batch_size": 200,
-        "n_sampled_classes": 20,
-        "max_iter": 6,
-        "random_state": 0,
-    } | settings
-    return AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 60).coef_
-
-
-def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
-    """A team takes no more threads than can run at once; a second one, meanwhile, is one thread; same numbers."""
-    used, run = [], Team.run
-    monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
-    expected = fit_with_team(n_jobs=1)
-    assert set(used) == {1}
-    used.clear()
-    monkeypatch.setattr(_cpu_team, "CORES", 3)
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 4)
-    assert np.array_equal(fit_with_team(), expected)
-    assert set(used) == {3}
-    with ThreadPoolExecutor(3) as fits:
-        for found in [fits.submit(fit_with_team) for _ in range(3)]:
-            assert np.array_equal(found.result(timeout=60), expected)
-
-
-@pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
-def test_nobody_waits_for_a_thread_that_has_left(who, monkeypatch):
-    """Whoever fails, interrupted or not, the others come back, the error is told, and the next step is a step."""
-    take_steps = _cpu_team.take_steps
-
-    def failing(tid, *arguments):
-        if tid == who:
-            raise KeyboardInterrupt if who == 0 else MemoryError
-        return take_steps(tid, *arguments)
-
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
-    expected = fit_with_team()
-    monkeypatch.setattr(_cpu_team, "take_steps", failing)
-    with pytest.raises(KeyboardInterrupt if who == 0 else MemoryError):
-        fit_with_team()
-    monkeypatch.setattr(_cpu_team, "take_steps", take_steps)
-    assert np.array_equal(fit_with_team(), expected)
-    assert not _cpu_team.PLACES.locked()
-
-
-def test_a_helper_works_awake_and_asleep_and_keeps_nothing(monkeypatch):
-    """Asked at once, it is awake; asked later, it was asleep. What it was given is gone when it has answered."""
-    monkeypatch.setattr(_cpu_meet, "AWAKE", 50)
-    helper = _cpu_meet.Helper()
-    for pause in (0.0, 0.0, 0.05, 0.0, 0.05):
-        time.sleep(pause)
-        while pause and not helper.asleep:
-            time.sleep(0.001)
-        load = np.arange(3)
-        kept = weakref.ref(load)
-        helper.start(lambda given=load: int(given.sum()))
-        assert helper.wait() == 3
-        del load
-        assert kept() is None
-    load = np.arange(3)
-    kept = weakref.ref(load)
-    helper.start(lambda given=load: given[5])
-    del load
-    assert isinstance(helper.wait(), IndexError)
-    gc.collect()
-    assert kept() is None  # nor by the frames of an error
-    helper.start(lambda: 7)
-    assert helper.wait() == 7
-
-
-def test_a_helper_makes_up_for_what_an_interrupt_left_undone(monkeypatch):
-    """Asked and not woken; asked without a job; asked twice: it answers each time, and goes on."""
-    monkeypatch.setattr(_cpu_meet, "AWAKE", 50)
-    helper = _cpu_meet.Helper()
-    assert helper.wait() == 0
-    time.sleep(0.05)
-    helper.job = lambda: 3
-    helper.counter[_cpu_meet.ASKED] += 1
-    assert helper.wait() == 3
-    helper.counter[_cpu_meet.ASKED] += 1
-    assert helper.wait() == 0
-    helper.start(lambda: 4)
-    helper.start(lambda: 5)
-    assert helper.wait() in (0, 5)  # whoever asks twice without waiting has lost the first
-    helper.start(lambda: 6)
-    assert helper.wait() == 6
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, monkeypatch):
-    """Between asking a helper and noticing that one has: the next fit is a fit, on the same helpers."""
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
-    expected, start = fit_with_team(), _cpu_meet.Helper.start
-
-    def interrupted(self, job):
-        if when == "after":
-            start(self, job)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_cpu_meet.Helper, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fit_with_team()
-    assert np.array_equal(fit_with_team(), expected)
-    assert not _cpu_team.PLACES.locked()
-
-
-FORKED = """
-import os, numpy as np, test_compiled as t
-t._cpu_team.numba.get_num_threads = lambda: 2
-before = t.fit_with_team()
-child = os.fork()
-if not child:
-    os._exit(0 if np.array_equal(t.fit_with_team(), before) else 1)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_has_helpers_of_its_own():
-    """Those of its parent are not there, and it must not wait for them. (Torch's own threads it would wait for.)"""
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", FORKED], cwd=Path(__file__).parent, env=alone, timeout=100, check=True)
-
-
-def test_what_was_compiled_from_other_sources_is_forgotten(tmp_path):
-    """A change in any of the files, not only the kernel's own; and nothing is removed while none has changed."""
-    folder = tmp_path / "kernels"
-    (folder / "__pycache__").mkdir(parents=True)
-    for name in ("kernels/_cpu_one.py", "kernels/_cpu_two.py", "optim.py", "noise.py"):
-        (tmp_path / name).write_text("x = 1")
-    index = folder / "__pycache__" / "_cpu_one.kernel-1.nbi"
-    index.touch()
-    assert forget_stale(folder)
-    assert not index.exists()
-    index.touch()
-    assert not forget_stale(folder)
-    assert index.exists()
-    for changed in ("kernels/_cpu_two.py", "optim.py"):
-        (tmp_path / changed).write_text("x = 2")
-        assert forget_stale(folder)
-        assert not index.exists()
-        index.touch()
-
-
-def test_a_team_has_no_more_threads_than_there_is_work_for(monkeypatch):
-    used, run = [], Team.run
-    monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
-    monkeypatch.setattr(_cpu_team, "CORES", 64)
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 64)
-    X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
-    settings = {"preset": "paper", "batch_size": 300, "n_sampled_classes": 2, "max_iter": 2, "random_state": 0}
-    AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 8)  # 300 x 3 x (196 + 16), few weights
-    assert set(used) == {3}
 
 
 def test_what_has_no_twin_is_left_to_the_step(monkeypatch):

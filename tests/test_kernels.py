@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
-import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -17,7 +15,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from augment_reduce.kernels import _cpu_batch, _cpu_classes, _cpu_push, _cpu_scores, cpu, reference
+from augment_reduce.kernels import cpu, reference
 from augment_reduce.kernels._cpu_work import WORK, split
 from augment_reduce.kernels.rows import DenseRows, Rows, SparseRows, as_rows
 from augment_reduce.optim import Adagrad, Adam, Prior, RowOptimizer, RowwiseAdagrad, SectionFour
@@ -344,47 +342,6 @@ def test_a_loaded_minibatch_is_not_taken_for_another():
             torch.testing.assert_close(cpu.pair_scores(*args), reference.pair_scores(*args), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("n", "S"), [(1, 1), (10, 10), (7, 3), (1000, 1000), (2000, 64), (10**8, 300)])
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_draws_are_those_of_the_reference(n, S, dtype):
-    uniforms = torch.rand(40, S, dtype=dtype, generator=torch.Generator().manual_seed(S))
-    uniforms[0] = 0.0  # the first pick again and again: every later one is replaced
-    uniforms[1] = 1.0 - torch.finfo(dtype).eps / 2
-    drawn = cpu.draw_without_replacement(uniforms, n)
-    assert torch.equal(drawn, reference.draw_without_replacement(uniforms, n))
-    assert drawn.min() >= 0
-    assert drawn.max() < n
-    assert (drawn.sort(dim=1).values.diff(dim=1) > 0).all()
-
-
-def test_draws_step_over_the_label_as_the_reference_does():
-    uniforms, labels = torch.rand(40, 6, dtype=F64, generator=torch.Generator().manual_seed(2)), torch.arange(40) % 9
-    drawn = cpu.draw_without_replacement(uniforms, 8, labels)
-    assert torch.equal(drawn, reference.draw_without_replacement(uniforms, 8, labels))
-    assert not (drawn == labels[:, None]).any()
-    assert set(drawn.unique().tolist()) == set(range(9))
-
-
-def test_uniforms_are_those_of_the_reference_and_even():
-    """Mean and neighbours' correlation of 10^6 numbers within 6 standard errors: fails for one seed in 10^8."""
-    found = cpu.uniforms(123, 1000, 1000)
-    assert torch.equal(found, reference.uniforms(123, 1000, 1000))
-    assert not torch.equal(found, cpu.uniforms(124, 1000, 1000))
-    assert found.min() >= 0.0
-    assert found.max() < 1.0
-    centred = found.flatten() - 0.5
-    assert abs(float(centred.mean())) < 6 * (1 / 12) ** 0.5 / 1000
-    assert abs(float((centred[1:] * centred[:-1]).mean())) < 6 * (1 / 12) / 1000
-
-
-@pytest.mark.parametrize("row_scale", [3.5, torch.linspace(0.5, 2.0, 7, dtype=torch.float64)], ids=["one", "by row"])
-def test_the_labels_gradient_is_minus_the_sum_of_the_rest(row_scale):
-    grad = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = cpu.with_label(grad, row_scale)
-    torch.testing.assert_close(found, reference.with_label(grad, row_scale), rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(found.sum(dim=1), torch.zeros(7, dtype=torch.float64), rtol=0.0, atol=1e-13)
-
-
 def test_more_weights_than_32_bits_count(tmp_path):
     """K x D = 2.8e9, in files of which only the touched pages exist; rows of the last classes are stepped."""
     K, D, optimizer = 70_000, 40_000, Adagrad()
@@ -468,43 +425,6 @@ def test_what_lies_outside_is_refused(bad):
         cpu.pair_scores(X, step["rows"], step["pairs"], weight.T, bias)
     with pytest.raises(ValueError, match="at most n=4"):
         cpu.draw_without_replacement(torch.rand(2, 5), 4)
-
-
-SECOND_PROCESS = """
-import numpy as np, torch
-from augment_reduce.kernels import cpu, _cpu_push
-from augment_reduce.kernels.rows import SparseRows
-X = SparseRows(np.zeros(2, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), 3)
-assert not cpu.is_compiled(torch.float32)
-seconds = cpu.warm_up(X, torch.float32)
-assert cpu.is_compiled(torch.float32) and not cpu.is_compiled(torch.float32, shared=True)
-misses = sum(sum(k.stats.cache_misses.values()) for k in (_cpu_push.push_groups, _cpu_push.push_biases))
-print(misses, seconds)
-"""
-
-
-def test_a_second_process_loads_what_the_first_compiled():
-    cpu.warm_up(make(SHAPES[0])[0], F32)
-    assert cpu.is_compiled(F32)
-    done = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] == "0", "the disk cache was not used"
-
-
-def test_warm_up_says_that_it_compiles_only_if_that_takes_long(monkeypatch):
-    X, said = make(SHAPES[0])[0], []
-    monkeypatch.setattr(cpu, "_small_step", lambda *_: time.sleep(0.2))
-    assert cpu.warm_up(X, notify=lambda: said.append("compiling"), patience=0.01) >= 0.2
-    assert said == ["compiling"]
-    cpu.warm_up(X, notify=lambda: said.append("again"), patience=60)
-    assert said == ["compiling"]
-
-
-def test_compiled_functions_have_names_of_their_own():
-    """Numba links cached kernels by qualified name: two functions of one name, compiled on two days, get mixed up."""
-    for module in (_cpu_push, _cpu_scores, _cpu_batch, _cpu_classes):
-        names = [f.py_func.__qualname__ for f in vars(module).values() if hasattr(f, "py_func")]
-        assert len(names) > 1
-        assert len(set(names)) == len(names)
 
 
 def test_the_benchmark_runs_on_a_tiny_shape(capsys):

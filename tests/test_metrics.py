@@ -1,12 +1,13 @@
-"""Calibration: every number here was worked out by hand, or is what a definition demands."""
+"""Precision, perplexity, calibration: every number here was worked out by hand, or is what a definition demands."""
 
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 
 from augment_reduce.bounds import softmax_bound
 from augment_reduce.figures import Reliable, draw_reliability
-from augment_reduce.metrics import expected_calibration_error, reliability_curve
+from augment_reduce.metrics import class_codes, expected_calibration_error, perplexity, precision_at, reliability_curve
 
 #  bins of (0, .25], (.25, .5], (.5, .75], (.75, 1]:   one row   none   two rows   three rows
 SURE = [0.2, 0.6, 0.75, 0.8, 0.9, 1.0]
@@ -127,3 +128,23 @@ def test_slack_weighs_rows_by_how_far_eta_is_off():
     assert (weight > 1.2).any()
     assert (weight < 0.8).any()
     torch.testing.assert_close(loose, weight[:, None] * exact, rtol=1e-12, atol=0.0)
+
+
+def test_precision_at_counts_hits_by_hand():
+    relevant = sparse.csr_matrix(np.array([[1, 0, 1, 0], [0, 0, 0, 1]], dtype=bool))
+    top = np.array([[2, 1, 0], [0, 3, 1]])
+    assert precision_at(top, relevant, (1, 2, 3, 4)) == {
+        1: 1 / 2,
+        2: (1 / 2 + 1 / 2) / 2,
+        3: pytest.approx((2 / 3 + 1 / 3) / 2),
+    }
+    with pytest.raises(ValueError, match="as many rows"):
+        precision_at(top[:1], relevant)
+
+
+def test_class_codes_and_perplexity():
+    assert class_codes(np.array(["b", "z", "a"]), np.array(["a", "b"])).tolist() == [1, -1, 0]
+    assert class_codes(np.array([7, 3]), np.array(["10", "7"])).tolist() == [1, -1]  # numbers against text
+    assert class_codes(np.array(["7", "x"]), np.array([3, 7])).tolist() == [1, -1]
+    assert perplexity(-np.log(8.0)) == pytest.approx(8.0)
+    assert perplexity(-1e4) == np.inf

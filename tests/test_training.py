@@ -1,5 +1,6 @@
 """The order of rows, the seeds, when training stops, what the history says."""
 
+import copy
 import time
 
 import numpy as np
@@ -88,7 +89,12 @@ def test_a_fit_that_goes_on_has_the_best_of_before_to_exceed(tmp_path):
         assert np.array_equal(one.coef_, kept)
 
 
-def test_what_an_interrupted_fit_found_best_is_not_what_another_ends_with(monkeypatch):
+def clf_after(clf, X, y):
+    """What five more iterations of a copy of it end with."""
+    return copy.deepcopy(clf).set_params(max_iter=5).fit(X, y).coef_
+
+
+def test_what_an_interrupted_fit_found_best_is_not_what_another_ends_with(monkeypatch, tmp_path):
     """Early stopping, interrupted after a look; the next fit does without it, and its own weights stay."""
     import augment_reduce.training as training
 
@@ -108,6 +114,12 @@ def test_what_an_interrupted_fit_found_best_is_not_what_another_ends_with(monkey
         with pytest.raises(KeyboardInterrupt):
             clf.fit(X, y)
     best = clf._fitted.run.best_parameters[0].clone()
+    clf.save(tmp_path / "model.safetensors")
+    loaded = AugmentReduceClassifier.load(tmp_path / "model.safetensors")
+    for one in (clf, loaded):  # with early stopping it goes on where it stood, from a file too
+        assert torch.equal(one._fitted.run.best_parameters[0], best)
+    assert loaded._fitted.run.without_gain == clf._fitted.run.without_gain
+    assert np.array_equal(loaded.set_params(max_iter=5).fit(X, y).coef_, clf_after(clf, X, y))
     clf.set_params(early_stopping=False, max_iter=50).fit(X, y)
     assert clf._fitted.run.best_parameters is None
     assert not torch.equal(clf._fitted.parameters.weight, best)

@@ -35,6 +35,7 @@ KNOWN: dict[str, type] = {
         *OPTIMIZERS.values(), *LOCAL_STEPS.values(), *SAMPLERS.values(), *NOISES.values(), StepSize
     )
 }  # fmt: skip
+BEST = ("best.weight", "best.bias")  # only where early stopping was interrupted: else they are the weights
 
 
 def encode(value: Any) -> Any:
@@ -89,6 +90,7 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         **{f"sampler.{name}": value for name, value in fitted.sampler.items()},
         **{f"history.{name}": torch.tensor(fitted.run.history[name], dtype=torch.float64) for name in HISTORY},
         **pack_names("classes", estimator.classes_),
+        **{name: kept.cpu() for name, kept in zip(BEST, fitted.run.best_parameters or (), strict=False)},
     }
     description = {
         "written_by": __version__,
@@ -102,6 +104,7 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         "stream_steps": fitted.stream_steps,
         "stopped_early": fitted.run.stopped_early,
         "best_validation": fitted.run.best if math.isfinite(fitted.run.best) else None,
+        "without_gain": fitted.run.without_gain,
         "sparse": fitted.sparse_weight is not None,
     }
     if hasattr(estimator, "feature_names_in_"):
@@ -151,4 +154,7 @@ def _fitted(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Fi
     fitted.run.stopped_early = bool(description["stopped_early"])
     best = description.get("best_validation")
     fitted.run.best = -math.inf if best is None else float(best)
+    fitted.run.without_gain = int(description.get("without_gain", 0))
+    if BEST[0] in tensors:
+        fitted.run.best_parameters = (tensors[BEST[0]], tensors[BEST[1]])
     return fitted

@@ -161,7 +161,7 @@ def train(
     generator = torch.Generator()
     order_of, order = -1, np.empty(0, dtype=np.int64)
     alike = None if problem.alike is None else problem.alike[problem.active]
-    window, run.without_gain, run.stopped_early = Window(), 0, False
+    window = Window()
     look_back(run, state, schedule)
 
     with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
@@ -207,7 +207,12 @@ def train(
 
 
 def look_back(run: Run, state: State, schedule: Schedule) -> None:
-    """What an earlier fit found best is what this one has to exceed, and it has begun there; or it is forgotten."""
+    """What an earlier fit found best is what this one has to exceed, and it has begun there; or it is forgotten.
+
+    One that was cut short goes on counting looks without gain, one that had stopped counts anew.
+    """
+    if run.stopped_early or not schedule.early_stopping:
+        run.without_gain, run.stopped_early = 0, False
     if not schedule.early_stopping:
         run.best, run.best_parameters = -math.inf, None
     elif run.best > -math.inf and run.best_parameters is None:

@@ -128,9 +128,14 @@ def steps(
         taken = take_compiled(problem, state, order, clocks, generators, wanted)
         if taken is not None:
             return state, taken
-    infos = []
+    infos: list[StepInfo] = []
     for rows, clock, generator, want in zip(order, clocks, generators, wanted, strict=True):
-        state, info = step(problem, state, rows, clock, generator=generator, want_bound=want)
+        try:
+            state, info = step(problem, state, rows, clock, generator=generator, want_bound=want)
+        except FloatingPointError:
+            if infos:
+                break
+            raise
         infos.append(info)
     return state, infos
 

@@ -195,13 +195,23 @@ def check_features(X: SparseRows) -> None:
         raise _no_such_feature(lowest if lowest < 0 else highest, X.n_features)
 
 
-def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, dense: bool) -> tuple[Csr | None, Array | None]:
-    """The rows as a (B, D) array if that is wanted and they fill enough of it, as CSR otherwise."""
+def dense_enough(n_nonzero: int, B: int, D: int, n_classes: int) -> bool:
+    """Whether B sparse rows are better gone through as a (B, D) array; not for a class or two, which read it once."""
+    return n_classes > 2 and n_nonzero > DENSE_FROM * B * D
+
+
+def worth_numbering(n_nonzero: float, D: int) -> bool:
+    """Whether accumulators for the touched features alone are worth numbering these."""
+    return max(FEW_FEATURES, n_nonzero // 2) < D
+
+
+def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, n_classes: int) -> tuple[Csr | None, Array | None]:
+    """The rows as a (B, D) array if they fill enough of it, as CSR otherwise."""
     B, D, indptr = len(rows), X.n_features, read_only(X.indptr)
     size = _count(indptr, rows)
     _check_rows(rows, X.n_rows, size >= 0)
     indices, values = read_only(X.indices), read_only(X.values)
-    if dense and size > DENSE_FROM * B * D:
+    if dense_enough(size, B, D, n_classes):
         x = WORK.array("dense", B * D, dtype).reshape(B, D)
         _check_features(_load_dense(indptr, indices, values, rows, x), D)
         return None, x
@@ -226,7 +236,7 @@ def _numbered(ptr: Array, index: Array, value: Array, D: int) -> Csr:
     """Number the touched features where D is large, so that accumulators are no longer than needed."""
     nnz = int(ptr[-1])
     index, value = index[:nnz], value[:nnz]
-    if max(FEW_FEATURES, nnz // 2) >= D:
+    if not worth_numbering(nnz, D):
         return Csr(ptr[:-1], ptr[1:], index, index, value, WORK.array("no_index", 0, np.uint32))
     slot, feature = WORK.array("slot", nnz, np.uint32), WORK.array("feature", nnz, np.uint32)
     number = WORK.array("number", D, np.uint32)
@@ -271,7 +281,7 @@ def load(X: Rows, rows: Array, dtype: np.dtype, *, n_classes: int) -> Batch:
         if n_classes == 0 and batch.csr is None:
             batch.csr = _csr_of_dense(batch.dense)
     elif batch.csr is None and (n_classes == 0 or batch.dense is None):
-        csr, dense = _load_sparse(X, rows, dtype, dense=n_classes > 2)
+        csr, dense = _load_sparse(X, rows, dtype, n_classes)
         batch.csr, batch.dense = csr or batch.csr, dense if dense is not None else batch.dense
     WORK.batch = batch
     return batch

@@ -44,6 +44,12 @@ def _bits_of_number(typing_context: Any, number: Any) -> tuple:
     return bits(number), codegen
 
 
+def _named(function: Callable, number: type) -> Callable:
+    """A name of its own, by which Numba keeps and links what it compiled."""
+    function.__qualname__ = f"{function.__name__}_{number.__name__}"
+    return function
+
+
 def _exp_of(number: type, integer: type, mantissa: int, exponent: int, degree: int) -> Callable:
     """e^x = 2^n e^r with n the nearest integer to x / log 2 and e^r from its series, |r| <= log 2 / 2.
 
@@ -70,7 +76,7 @@ def _exp_of(number: type, integer: type, mantissa: int, exponent: int, degree: i
         value = infinity if x > largest else value
         return value if x == x else x
 
-    return exp
+    return _named(exp, number)
 
 
 def _log_of(number: type, integer: type, mantissa: int, exponent: int, terms: int) -> Callable:
@@ -96,7 +102,7 @@ def _log_of(number: type, integer: type, mantissa: int, exponent: int, terms: in
             total = total * square + coefficient
         return power * log2 + two * ratio * total if x > zero else minus_infinity
 
-    return log
+    return _named(log, number)
 
 
 def _leading_bits(x: float, bits: int) -> float:

@@ -19,7 +19,7 @@ from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
 from . import _cpu_team, cpu, runs
-from ._cpu_batch import DENSE_FROM, FEW_FEATURES, in_place, load, plain, read_only
+from ._cpu_batch import dense_enough, in_place, load, plain, read_only, worth_numbering
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS, two_draws
 from ._cpu_push import PARTS
@@ -104,10 +104,8 @@ class CompiledStep:
 
     def at_once(self, B: int) -> int:
         """How many minibatches of B rows one call may take."""
-        numbered = isinstance(self.problem.X, SparseRows) and self.problem.X.n_features > max(
-            FEW_FEATURES, B * self.per_row / 2
-        )
-        if self.lie is None or numbered:
+        X = self.problem.X
+        if self.lie is None or (isinstance(X, SparseRows) and worth_numbering(B * self.per_row, X.n_features)):
             return 1
         return min(MOST, max(1, int(AT_ONCE / self.work(B))))
 
@@ -216,8 +214,8 @@ class CompiledStep:
             nonzeros = (end - begin).sum(1)
             if not nonzeros.any():
                 return biases
-            sparse = self.S < 2 or nonzeros.max() <= DENSE_FROM * B * D  # as `load` would have it
-            if sparse and max(FEW_FEATURES, nonzeros.min() // 2) >= D:
+            dense = dense_enough(nonzeros.max(), B, D, 1 + self.S)
+            if not dense and not worth_numbering(nonzeros.min(), D):
                 return GROUPS, (order, begin, end), self.lie
         if M > 1:
             return None
