@@ -35,19 +35,30 @@ def _all_lanes(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
-@intrinsic
-def prefetch(typing_context: Any, array: Any, index: Any) -> tuple:
-    """Ask for the cache line of array[index] without waiting for it."""
+def _ask_for(to_write: bool) -> Any:
+    """Code that asks for the cache line of args[0][args[1]]."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _data(context, builder, signature.args[0], args[0])
         at = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
-        builder.call(function, [at, I32(0), I32(2), I32(1)])
+        builder.call(function, [at, I32(int(to_write)), I32(2), I32(1)])
         return context.get_dummy_value()
 
-    return types.void(array, types.uint64), codegen
+    return codegen
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> tuple:
+    """Ask for the cache line of array[index] without waiting for it."""
+    return types.void(array, types.uint64), _ask_for(to_write=False)
+
+
+@intrinsic
+def prefetch_to_write(typing_context: Any, array: Any, index: Any) -> tuple:
+    """As `prefetch`, and that other cores let go of it."""
+    return types.void(array, types.uint64), _ask_for(to_write=True)
 
 
 @intrinsic

@@ -240,13 +240,12 @@ def natural_gradient(
     return (bound if want_bound else None), grad, hits
 
 
-def two_draws(noise: Noise, B: int, generator: torch.Generator, dtype: torch.dtype) -> Array:
+def two_draws(noise: Noise, generator: torch.Generator, out: Tensor) -> Array:
     """(2, B) draws of the standard q, one for each of the two steps in their order."""
     family = noise.variational_family()
-    draws = torch.empty(2, B, dtype=dtype)
-    for turn in range(2):
-        draws[turn] = family.rsample((B,), generator=generator, dtype=dtype)
-    return draws.numpy()
+    for turn in out.unbind():
+        turn.copy_(family.rsample(turn.shape, generator=generator, dtype=out.dtype))
+    return out.numpy()
 
 
 def reparameterised(
@@ -260,7 +259,7 @@ def reparameterised(
     draw_e_and_m(
         MODELS[noise.name], (state["mu"].numpy(), state["gamma"].numpy(), state["visits"].numpy()), rows.numpy(),
         gap.numpy(), torch.exp(log_weight).to(gap.dtype).reshape(-1).numpy(), int(log_weight.ndim > 0), numbers,
-        (by_visits, rule.uses_updated, rule.entropy_gradient), two_draws(noise, len(gap), generator, gap.dtype),
+        (by_visits, rule.uses_updated, rule.entropy_gradient), two_draws(noise, generator, gap.new_empty(2, len(gap))),
         bound.numpy(), grad.numpy(),
     )  # fmt: skip
     return (bound if want_bound else None), grad, 0

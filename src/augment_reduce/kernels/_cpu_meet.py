@@ -24,7 +24,7 @@ PATIENCE = 2_000  # looks before the core is offered to others
 POLITE = 400  # offers, some 200 microseconds, before a thread that waits for its team naps
 AWAKE = 6_000  # looks before a helper goes to sleep
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
-DRAWN, NAPS = 2, 3  # and how many shares of a job were taken, by whoever was free; whether waiting threads may nap
+NAPS, QUEUES = 2, 3  # whether waiting threads may nap; and, from there on, how many shares of a job were taken
 ASKED, ANSWERED = 0, 1  # places of a helper's
 
 
@@ -97,9 +97,9 @@ def together(counter: Array, n: int) -> bool:
     return True
 
 
-def new_counter(naps: bool) -> Array:
-    """What a team meets at, in cache lines of its own."""
-    counter = np.zeros(16, np.int64)
+def new_counter(n: int, naps: bool) -> Array:
+    """What a team of n meets at, in cache lines of its own: two queues for each thread, and two for all."""
+    counter = np.zeros(max(16, QUEUES + 2 * n + 2), np.int64)
     counter[NAPS] = naps
     return counter
 

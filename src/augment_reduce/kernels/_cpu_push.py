@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from ..optim import PRIOR_UNBIASED
-from ._cpu_lanes import LANES, add_lanes, prefetch
+from ._cpu_lanes import LANES, add_lanes, prefetch, prefetch_to_write
 from ._cpu_rules import push_biases, step_at, step_row
 from ._cpu_types import OPTIONS, Array, Rule
 
@@ -181,22 +181,28 @@ def sum_biases(pairs: tuple, grad: Array, share: Array, sums: tuple, bias_g: Arr
 
 
 @njit(**OPTIONS)
-def sum_rows(lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, few: tuple) -> None:
-    """Parts lo..hi of every class's gradient and prior share, in `few`: part p is of the p-th quarter of the rows.
+def sum_rows(
+    part: int, lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, few: tuple,
+    coming: Array,
+) -> None:  # fmt: skip
+    """Add rows lo..hi, which are of this part (a quarter) of the rows, to every class's gradient and prior share in
+    `few`. The rows are read in their order, not once for every class; whoever sums a part, its sums are the same.
 
-    The rows are read once, in their order, instead of once for every class. A thread that has scored the rows of a part
-    has them at hand, and whoever sums it, the sums are the same.
-    """
-    B, D, size, g, c = at.shape[0], x.shape[1], few[0].shape[0] // PARTS, few[0], few[1]
-    per_row = classes.shape[0] // B
-    for part in range(lo, hi):
-        for p in range(B * part // PARTS * per_row, B * (part + 1) // PARTS * per_row):
-            row, first = x[at[p // per_row]], part * size + classes[p] * D
-            _add(g[first : first + D], row, grad[p])
-            if share.shape[0] > 0:
-                mine = c[first : first + D]
+    One of the rows that are coming is sent for with each: sums wait for nothing, so memory has the time."""
+    D, first_of, g, c = x.shape[1], part * (few[0].shape[0] // PARTS), few[0], few[1]
+    shares = share.reshape(classes.shape) if share.shape[0] > 0 else grad[:0]
+    for b in range(lo, hi):
+        row = x[at[b]]
+        if b - lo < coming.shape[0]:
+            for d in range(0, D, 16):
+                prefetch(x, coming[b - lo] * D + d)
+        for i in range(classes.shape[1]):
+            first = first_of + classes[b, i] * D
+            _add(g[first : first + D], row, grad[b, i])
+            if shares.shape[0] > 0:
+                mine, more = c[first : first + D], shares[b, i]
                 for d in range(D):
-                    mine[d] = mine[d] + (share[p] if row[d] != 0 else share.dtype.type(0))
+                    mine[d] = mine[d] + (more if row[d] != 0 else c.dtype.type(0))
 
 
 @njit(**OPTIONS)
@@ -211,15 +217,19 @@ def _sum_parts(g: Array, first: int, D: int) -> None:
 
 
 @njit(**OPTIONS)
-def step_rows(lo: int, hi: int, touched: Array, arrays: tuple, rule_: tuple, few: tuple) -> None:
-    """The step of classes touched[lo:hi] from what `sum_rows` left."""
+def step_summed(k: int, arrays: tuple, rule_: tuple, few: tuple) -> None:
+    """The step of class k from what `sum_rows` left."""
     rule, D, g, c = Rule(*rule_), arrays[0].shape[1], few[0], few[1]
-    for i in range(lo, hi):
-        k = touched[i]
-        _sum_parts(g, k * D, D)
-        if rule.prior == PRIOR_UNBIASED:
-            _sum_parts(c, k * D, D)
-        step_row(rule, arrays, k, g[k * D : (k + 1) * D], c[k * D : (k + 1) * D])
+    size = g.shape[0] // PARTS
+    for d in range(0, D, 16):
+        for part in range(PARTS):
+            prefetch_to_write(g, part * size + k * D + d)
+        prefetch_to_write(arrays[0], k * D + d)
+        prefetch_to_write(arrays[1], k * arrays[1].shape[1] + d)
+    _sum_parts(g, k * D, D)
+    if rule.prior == PRIOR_UNBIASED:
+        _sum_parts(c, k * D, D)
+    step_row(rule, arrays, k, g[k * D : (k + 1) * D], c[k * D : (k + 1) * D])
 
 
 @njit(cache=True, **OPTIONS)
@@ -233,8 +243,13 @@ def push_rows(
     """
     n = sum_biases(pairs, grad, share, sums, bias_g, bias_c)
     if x.shape[1] > 0:
-        sum_rows(0, PARTS, pairs[0], x, at, grad, share, few)
-        step_rows(0, n, pairs[1], arrays, rule, few)
+        B = at.shape[0]
+        shape = (B, pairs[0].shape[0] // B)
+        for part in range(PARTS):
+            lo, hi = B * part // PARTS, B * (part + 1) // PARTS
+            sum_rows(part, lo, hi, pairs[0].reshape(shape), x, at, grad.reshape(shape), share, few, at[:0])
+        for i in range(n):
+            step_summed(pairs[1][i], arrays, rule, few)
     push_biases(pairs[1][:n], bias_g, bias_c, arrays, rule, few)
 
 

@@ -104,8 +104,10 @@ def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, at: Array, weight: A
 
 @njit(cache=True, **OPTIONS)
 def score_rows(classes: Array, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
-    """All pairs of rows x[at], row by row: for weights so few that they stay in cache, while rows come from afar."""
-    for b in range(at.shape[0]):
+    """All pairs of rows x[at], row by row: for weights so few that they stay in cache, while rows come from afar.
+
+    `at` may be longer than the pairs: rows that come next are sent for."""
+    for b in range(classes.shape[0]):
         if b + 2 < at.shape[0]:
             for d in range(0, x.shape[1], 16):
                 prefetch(x, at[b + 2] * x.shape[1] + d)

@@ -1,14 +1,16 @@
 """Steps of the paper's algorithms in a single compiled call, for parts that all have compiled twins.
 
-    draw, by rows | sort, one thread | scores, by classes | E and M step, by rows | push, by classes
+    class by class   scores, by classes | E and M step, by rows | push, by classes | sort the next, biases, draw
+    biases alone     scores, E and M step, by rows | biases, draw the next
+    few weights      draw, scores, E and M step, sums of gradients, by rows | push, by classes; biases
 
 Nothing new is computed here: the kernels of the other files, one after the other, with the results of `vem.step` to the
 last bit. What is saved is the way back to Python, which for small minibatches takes longer than the kernels do.
 
-Every thread of a team runs `take_steps` from end to end, and they wait for each other where the line above has a bar
-(`_cpu_meet`). No sum is cut in two, so the results do not depend on how many they are, as long as no row comes twice.
-Where weights are few, scores and sums of gradients go by rows. Where there are none, one thread moves the biases while
-the others draw the next minibatch's classes.
+Every thread of a team runs `take_steps` from end to end, and they wait for each other where a line above has a bar, or
+ends (`_cpu_meet`). Work is cut into more shares than there are threads, and whoever is free takes the next. No sum is
+cut in two, so the results do not depend on how many threads there are, nor on who does what, as long as no row comes
+twice.
 """
 
 from __future__ import annotations
@@ -20,37 +22,34 @@ from numba import njit
 
 from ._cpu_classes import cut, floyd, sort, splitmix, with_label
 from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
-from ._cpu_meet import DRAWN, take_number, together
-from ._cpu_push import PARTS, push_groups, step_rows, sum_biases, sum_rows
+from ._cpu_meet import QUEUES, take_number, together
+from ._cpu_push import push_groups, step_summed, sum_biases, sum_rows
 from ._cpu_rules import push_biases
 from ._cpu_scores import SUMS, pairs_dense, pairs_sparse, score_rows
 from ._cpu_types import OPTIONS, Array
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
-ALONE = -1  # what a thread returns when another has left
+ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what rows do instead of a count
 ROWS_DRAWN = 32  # rows in a share of that job
+SHARES = 8  # of the classes for each thread, where there are several
+AHEAD = 3  # minibatches whose pairs are held: the one that is pushed, the one that is sorted, the one that is drawn
 
 
 @njit(**OPTIONS)
 def _draw(
-    n: int, counter: Array, seed: int, rows: Array, all_labels: Array, n_classes: int, labels: Array, u: Array,
-    pairs: Array, table: Array,
+    lo: int, hi: int, seed: int, rows: Array, all_labels: Array, n_classes: int, drawn: tuple, pairs: Array,
+    table: Array,
 ) -> None:  # fmt: skip
-    """pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement; share by share.
+    """Rows lo..hi: pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement.
 
-    `u` (B, S) is for random numbers; number i of splitmix depends on the seed and i alone.
+    Number i of splitmix depends on the seed and i alone.
     """
-    B, S = u.shape
-    each = ROWS_DRAWN if n > 1 else B
-    lo = take_number(counter, DRAWN) * each
-    while lo < B:
-        hi = min(lo + each, B)
-        for b in range(lo, hi):
-            labels[b] = pairs[b, 0] = all_labels[rows[b]]
-        splitmix(np.uint64(seed) + GOLDEN * np.uint64(lo * S), u[lo:hi].reshape(-1))
-        floyd(lo, hi, u, n_classes - 1, labels, pairs[:, 1:], table)
-        lo = take_number(counter, DRAWN) * each
+    u, labels = drawn
+    for b in range(lo, hi):
+        labels[b] = pairs[b, 0] = all_labels[rows[b]]
+    splitmix(np.uint64(seed) + GOLDEN * np.uint64(lo * u.shape[1]), u[lo:hi].reshape(-1))
+    floyd(lo, hi, u, n_classes - 1, labels, pairs[:, 1:], table)
 
 
 @njit(**OPTIONS)
@@ -60,19 +59,19 @@ def _share_out(start: Array, G: int, each: int, D: int, cuts: Array) -> None:
     for j in range(G):
         n = start[j + 1] - start[j]
         total += n * (each + 8) + min(D, n * each)
-    n_threads, done, t = cuts.shape[0] - 1, 0, 1
+    n_shares, done, t = cuts.shape[0] - 1, 0, 1
     cuts[0], cuts[1:] = 0, G
     for j in range(G):
         n = start[j + 1] - start[j]
         done += n * (each + 8) + min(D, n * each)
-        while t < n_threads and done * n_threads >= total * t:
+        while t < n_shares and done * n_shares >= total * t:
             cuts[t] = j + 1
             t += 1
 
 
 @njit(**OPTIONS)
 def _group(pairs: Array, n_classes: int, sorting: tuple, each: int, D: int, grouped: tuple) -> None:
-    """Sort the pairs by class, and share the classes out among the threads."""
+    """Sort the pairs by class, and share the classes out."""
     (bits, passes), (keys, orders, row, count, distinct, start, cuts, n_groups) = sorting, grouped
     sort(pairs.reshape(-1), n_classes, bits, passes, count, keys, orders, row, pairs.shape[1])
     n_groups[0] = cut(keys[passes & 1], distinct, start)
@@ -80,22 +79,45 @@ def _group(pairs: Array, n_classes: int, sorting: tuple, each: int, D: int, grou
 
 
 @njit(**OPTIONS)
-def _score(
-    how: int, rows: tuple, classes: tuple, groups: tuple, pairs: Array, x: Array, at: Array, csr: tuple, weight: Array,
+def _claim(tid: int, n: int, counter: Array, queues: int, each: int) -> int:
+    """The next of n times `each` shares that nobody has: of this thread's own, then of others'; -1: none is left."""
+    for turn in range(n):
+        owner = (tid + turn) % n
+        share = take_number(counter, queues + owner)
+        if share < each:
+            return owner * each + share
+    return -1
+
+
+@njit(**OPTIONS)
+def _score_groups(
+    tid: int, n: int, counter: Array, cuts: Array, groups: tuple, x: Array, at: Array, csr: tuple, weight: Array,
     bias: Array, psi: Array, sink: Array,
 ) -> None:  # fmt: skip
-    """This thread's scores: those of its rows, or of its classes."""
-    (lo, hi), (first, last) = rows, classes
-    if how == ROWS:
-        score_rows(pairs[lo:hi], x, at[lo:hi], weight, bias, psi[lo:hi])
-    elif how == BIASES:
-        for b in range(lo, hi):
-            for s in range(pairs.shape[1]):
-                psi[b, s] = bias[pairs[b, s]]
-    elif x.shape[0] > 0:
-        pairs_dense(first, last, groups, x, at, weight, bias, psi.reshape(-1))
-    else:
-        pairs_sparse(first, last, groups, csr, weight, bias, psi.reshape(-1), sink)
+    """Share by share of the classes."""
+    each = (cuts.shape[0] - 1) // n
+    j = _claim(tid, n, counter, QUEUES, each)
+    while j >= 0:
+        if x.shape[0] > 0:
+            pairs_dense(cuts[j], cuts[j + 1], groups, x, at, weight, bias, psi.reshape(-1))
+        else:
+            pairs_sparse(cuts[j], cuts[j + 1], groups, csr, weight, bias, psi.reshape(-1), sink)
+        j = _claim(tid, n, counter, QUEUES, each)
+
+
+@njit(**OPTIONS)
+def _push_groups(
+    tid: int, n: int, counter: Array, cuts: Array, groups: tuple, x: Array, at: Array, csr: tuple, grad: Array,
+    share: Array, arrays: tuple, rule: tuple, summed: tuple, few: tuple,
+) -> None:  # fmt: skip
+    """Share by share of the classes, as they were scored, and their biases."""
+    bias_g, bias_c, each = summed[0], summed[1], (cuts.shape[0] - 1) // n
+    j = _claim(tid, n, counter, QUEUES + n, each)
+    while j >= 0:
+        first, last = cuts[j], cuts[j + 1]
+        push_groups(first, last, groups, csr, x, at, grad, share, arrays, rule, bias_g, bias_c, few)
+        push_biases(groups[0][first:last], bias_g[first:last], bias_c[first:last], arrays, rule, few)
+        j = _claim(tid, n, counter, QUEUES + n, each)
 
 
 @njit(**SUMS)
@@ -113,14 +135,33 @@ def _all_finite(psi: Array) -> bool:
 
 
 @njit(**OPTIONS)
+def _move(lo: int, hi: int, rows: Array, held: Array, kept: Array, back: bool) -> None:
+    for b in range(lo, hi if held.shape[0] > 0 else lo):
+        if back:
+            held[rows[b]] = kept[b]
+        else:
+            kept[b] = held[rows[b]]
+
+
+@njit(**OPTIONS)
+def _keep(lo: int, hi: int, rows: Array, state: tuple, kept: tuple, back: bool) -> None:
+    """Put the local parameters of rows lo..hi aside, or back."""
+    _move(lo, hi, rows, state[0], kept[0], back)
+    _move(lo, hi, rows, state[1], kept[1], back)
+    _move(lo, hi, rows, state[2], kept[2], back)
+
+
+@njit(**OPTIONS)
 def _gradients(
-    lo: int, hi: int, psi: Array, rows: Array, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple,
-    u: Array, scales: Array, bound: Array, grads: Array,
-) -> int:  # fmt: skip
-    """E and M step of rows lo..hi: derivatives by all scores in `grads`; returns how often the floor acted."""
+    lo: int, hi: int, rows: Array, weights: Array, local: tuple, psi: Array, grads: Array, u: Array, bound: Array
+) -> int:
+    """E and M step of rows lo..hi: derivatives by all scores in `grads`, times how much each row counts: N / B, and its
+    weight where there are weights. Returns how often the floor acted."""
+    per_row, weigh, model, state, step, flags = local
     B, S, hits = hi - lo, psi.shape[1] - 1, 0
-    gap, grad = np.empty((B, S), psi.dtype), np.empty((B, S), psi.dtype)
+    gap, grad, scales = np.empty((B, S), psi.dtype), np.empty((B, S), psi.dtype), np.empty(B, psi.dtype)
     for b in range(B):
+        scales[b] = weights[rows[lo + b]] * per_row if weights.shape[0] > 0 else per_row
         for s in range(S):
             gap[b, s] = psi[lo + b, 1 + s] - psi[lo + b, 0]
     own_bound = bound[lo:hi] if bound.shape[0] > 0 else bound
@@ -129,43 +170,132 @@ def _gradients(
     else:
         draws = np.ascontiguousarray(u[:, lo:hi])
         draw_e_and_m(model, state, rows[lo:hi], gap, weigh[1], 0, step, flags, draws, own_bound, grad)
-    with_label(grad, scales[lo:hi], 1, grads[lo:hi])
+    with_label(grad, scales, 1, grads[lo:hi])
     return hits
 
 
 @njit(**OPTIONS)
-def _scales(lo: int, hi: int, rows: Array, weights: Array, per_row: Any, scales: Array) -> None:
-    """How much each row counts: N / B, times its weight where there are weights."""
+def _score_biases(lo: int, hi: int, pairs: Array, bias: Array, psi: Array) -> None:
     for b in range(lo, hi):
-        scales[b] = weights[rows[b]] * per_row if weights.shape[0] > 0 else per_row
+        for s in range(pairs.shape[1]):
+            psi[b, s] = bias[pairs[b, s]]
 
 
 @njit(**OPTIONS)
-def _push(
-    tid: int, n: int, counter: Array, how: int, classes: tuple, groups: tuple, pairs: Array, x: Array, at: Array,
-    csr: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple, few: tuple,
-) -> bool:  # fmt: skip
-    """This thread's part of the push; the biases are the first one's. False if another thread has left."""
-    bias_g, bias_c, sums, touched, n_touched, whole = summed
-    if how == GROUPS:
-        push_groups(classes[0], classes[1], groups, csr, x, at, grad, share, arrays, rule, bias_g, bias_c, few)
-        if not together(counter, n):
-            return False
-        if tid == 0:
-            push_biases(groups[0], bias_g, bias_c, arrays, rule, few)
-        return True
-    if how == ROWS:
-        sum_rows(PARTS * tid // n, PARTS * (tid + 1) // n, pairs.reshape(-1), x, at, grad, share, whole)
-    if tid == 0:
-        n_touched[0] = sum_biases((pairs.reshape(-1), touched), grad, share, sums, bias_g, bias_c)
-    if how == ROWS:
-        if not together(counter, n):
-            return False
-        G = n_touched[0]
-        step_rows(G * tid // n, G * (tid + 1) // n, touched, arrays, rule, whole)
-    if tid == 0:
-        push_biases(touched[: n_touched[0]], bias_g, bias_c, arrays, rule, few)
-    return True
+def _to_gradients(
+    lo: int, hi: int, rows: Array, weights: Array, local: tuple, scored: tuple, u: Array, bound: Array
+) -> int:
+    """E and M step of rows lo..hi, whose local parameters are put aside before; returns how often the floor acted, or
+    NOT_FINITE, with nothing done, if a score is not finite."""
+    psi, grads, kept = scored[0], scored[1], scored[3]
+    if not _all_finite(psi[lo:hi]):
+        return NOT_FINITE
+    _keep(lo, hi, rows, local[3], kept, False)
+    return _gradients(lo, hi, rows, weights, local, psi, grads, u, bound)
+
+
+@njit(**OPTIONS)
+def _coming(places: Array, i: int, j: int, m: int) -> Array:
+    """Where the rows of stretch j of m lie, of minibatch i or, if that has no such stretch, of the next."""
+    B = places.shape[1]
+    i, j = i + j // m, j % m
+    return places[i, B * j // m : B * (j + 1) // m] if i < places.shape[0] else places[0, :0]
+
+
+@njit(**OPTIONS)
+def _by_rows(
+    how: int, i: int, n: int, counter: Array, plan: tuple, data: tuple, local: tuple, drawn: tuple, table: Array,
+    share: Array, arrays: tuple, scored: tuple, summed: tuple,
+) -> int:  # fmt: skip
+    """E and M step, and whatever else goes by rows, stretch by stretch of the rows. Returns how often the floor acted.
+
+    Where weights are few a stretch is a part of the sums, and its rows come from afar but once.
+    """
+    (order, places, seeds, us, bound), (labels, weights, x), weight, bias = plan, data, arrays[0], arrays[3]
+    (psi, grads, well), rows, at, u, n_hits = scored[:3], order[i], places[i], us[i], 0
+    pairs, whole, met, B, m = drawn[1][i % AHEAD], summed[4], summed[5], order.shape[1], well.shape[0]
+    j = take_number(counter, QUEUES + 2 * n + 1)
+    while j < m:
+        lo, hi = B * j // m, B * (j + 1) // m
+        if how == ROWS:
+            _draw(lo, hi, seeds[i], rows, labels, bias.shape[0], (drawn[0], drawn[2]), pairs, table)
+            score_rows(pairs[lo:hi], x, at[lo:hi], weight, bias, psi[lo:hi])
+        elif how == BIASES:
+            _score_biases(lo, hi, pairs, bias, psi)
+        hits = _to_gradients(lo, hi, rows, weights, local, scored, u, bound)
+        well[j] = hits != NOT_FINITE
+        n_hits += max(0, hits)
+        if how == ROWS and well[j]:
+            sum_rows(j, lo, hi, pairs, x, at, grads, share, whole, _coming(places, i, j + n, m))
+            for b in range(lo, hi):
+                for c in range(pairs.shape[1]):
+                    met[j, pairs[b, c]] = 1
+        j = take_number(counter, QUEUES + 2 * n + 1)
+    return n_hits
+
+
+@njit(**OPTIONS)
+def _undo(rows: Array, state: tuple, scored: tuple, summed: tuple) -> None:
+    """Put back the local parameters of a step that will not be taken, and clear what was summed of it."""
+    well, kept, whole, met, B = scored[2], scored[3], summed[4], summed[5], rows.shape[0]
+    m = well.shape[0]
+    for j in range(m):
+        if well[j]:
+            _keep(B * j // m, B * (j + 1) // m, rows, state, kept, True)
+    whole[0][:], whole[1][:], met[...] = 0, 0, 0
+
+
+@njit(**OPTIONS)
+def _push_biases(
+    pairs: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple, few: tuple
+) -> None:
+    """Of all classes that the pairs name."""
+    bias_g, bias_c, sums, touched = summed[0], summed[1], summed[2], summed[3]
+    G = sum_biases((pairs.reshape(-1), touched), grad, share, sums, bias_g, bias_c)
+    push_biases(touched[:G], bias_g, bias_c, arrays, rule, few)
+
+
+@njit(**OPTIONS)
+def _push_rows(
+    n: int, counter: Array, pairs: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple,
+    few: tuple,
+) -> None:  # fmt: skip
+    """Share by share: the biases, and weights whose gradients are summed."""
+    whole, met = summed[4], summed[5]
+    K = met.shape[1]
+    each = max(1, K // (SHARES * n))
+    j = take_number(counter, QUEUES) - 1
+    while j * each < K:
+        if j < 0:
+            _push_biases(pairs, grad, share, arrays, rule, summed, few)
+        for k in range(max(0, j) * each, min(K, (j + 1) * each)):
+            if met[:, k].any():
+                met[:, k] = 0
+                step_summed(k, arrays, rule, whole)
+        j = take_number(counter, QUEUES) - 1
+
+
+@njit(**OPTIONS)
+def _prepare(
+    i: int, how: int, n: int, counter: Array, plan: tuple, labels: Array, D: int, is_dense: bool, sorting: tuple,
+    drawn: tuple, grouped: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple, few: tuple,
+    table: Array,
+) -> None:  # fmt: skip
+    """What minibatch i needs: to be sorted, or the biases that the one before it moves; and the classes of the next."""
+    order, begin, end, seeds = plan
+    (M, B), pairs, K = order.shape, drawn[1], arrays[3].shape[0]
+    each = ROWS_DRAWN if n > 1 else B
+    j = take_number(counter, QUEUES + 2 * n) - 1
+    while j * each < B:
+        if j < 0 and how == GROUPS and i < M:
+            per_row = D // 8 if is_dense else (end[i] - begin[i]).sum() // B
+            _group(pairs[i % AHEAD], K, sorting, per_row, D, grouped)
+        elif j < 0 and how == BIASES and i > 0:
+            _push_biases(pairs[(i - 1) % AHEAD], grad, share, arrays, rule, summed, few)
+        elif j >= 0 and i + 1 < M:
+            lo, hi = j * each, min((j + 1) * each, B)
+            _draw(lo, hi, seeds[i + 1], order[i + 1], labels, K, (drawn[0], drawn[2]), pairs[(i + 1) % AHEAD], table)
+        j = take_number(counter, QUEUES + 2 * n) - 1
 
 
 @njit(cache=True, **OPTIONS)
@@ -181,40 +311,56 @@ def take_steps(
     """
     order, places, begin, end, seeds, alphas, rules, u, wanted = plan
     (labels, weights, x, column, slot, value, feature), (few, table, sink) = data, own
-    (numbers, pairs_of, own_labels), grouped, (psi, grads, scales, finite), summed = common
+    drawn, grouped, scored, summed = common
     weight, bias, distinct, start, cuts, n_groups = arrays[0], arrays[3], grouped[4], grouped[5], grouped[6], grouped[7]
-    (M, B), D = order.shape, weight.shape[1]
-    lo, hi = B * tid // n, B * (tid + 1) // n
+    (M, B), D, psi, flat, well = order.shape, weight.shape[1], scored[0], scored[1].reshape(-1), scored[2]
+    coming, of_rows, r = (order, begin, end, seeds), (labels, weights, x), rules[0]
+    rule = (kinds[0], kinds[1], r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7])
+    if how != ROWS:
+        lo, hi = B * tid // n, B * (tid + 1) // n
+        _draw(lo, hi, seeds[0], order[0], labels, bias.shape[0], (drawn[0], drawn[2]), drawn[1][0], table)
+        if not together(counter, n):
+            return ALONE
+        _prepare(
+            0, how, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays, rule,
+            summed, few, table,
+        )  # fmt: skip
+        if not together(counter, n):
+            return ALONE
     for i in range(M):
-        rows, at, pairs, r = order[i], places[i], pairs_of[i & 1], rules[i]
+        at, r, csr = places[i], rules[i], (begin[i], end[i], column, slot, value, feature)
         rule = (kinds[0], kinds[1], r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7])
-        csr = (begin[i], end[i], column, slot, value, feature)
-        _draw(n, counter, seeds[i], rows, labels, bias.shape[0], own_labels, numbers, pairs, table)
-        if not together(counter, n):
-            return ALONE
-        if tid == 0:
-            counter[DRAWN] = 0
-            if how == GROUPS:
-                each = D // 8 if x.shape[0] > 0 else (csr[1] - csr[0]).sum() // B
-                _group(pairs, bias.shape[0], sorting, each, D, grouped)
-        _scales(lo, hi, rows, weights, per_row, scales)
-        if not together(counter, n):
-            return ALONE
         groups = (distinct[: n_groups[0]], start[: n_groups[0] + 1], grouped[1][sorting[1] & 1], grouped[2])
-        mine = (cuts[tid], cuts[tid + 1])
-        _score(how, (lo, hi), mine, groups, pairs, x, at, csr, weight, bias, psi, sink)
+        local = (per_row, weigh, model, state, (step[0], step[1], alphas[i]), flags)
+        if how == GROUPS:
+            _score_groups(tid, n, counter, cuts, groups, x, at, csr, weight, bias, psi, sink)
+            if not together(counter, n):
+                return ALONE
+        if tid == 0:
+            counter[QUEUES : QUEUES + 2 * n + 1] = 0  # nobody takes from these before all are through with the rows
+        by_rows = (order, places, seeds, u, bounds[i, : B * wanted[i]])
+        hits[i, tid] = _by_rows(
+            how, i, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
+        )  # fmt: skip
         if not together(counter, n):
             return ALONE
-        finite[tid] = _all_finite(psi[lo:hi])
-        if not together(counter, n):
-            return ALONE
-        if not finite[:n].all():
+        if not well.all():
+            if tid == 0:
+                _undo(order[i], state, scored, summed)
             return i
-        now, bound = (step[0], step[1], alphas[i]), bounds[i, : B * wanted[i]]
-        hits[i, tid] = _gradients(lo, hi, psi, rows, weigh, model, state, now, flags, u[i], scales, bound, grads)
-        if not together(counter, n):
+        if tid == 0:
+            counter[QUEUES + 2 * n + 1] = 0
+        if how == GROUPS:
+            _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
+        elif how == ROWS:
+            _push_rows(n, counter, drawn[1][i % AHEAD], flat, share, arrays, rule, summed, few)
+        if how != BIASES and not together(counter, n):
             return ALONE
-        flat = grads.reshape(-1)
-        if not _push(tid, n, counter, how, mine, groups, pairs, x, at, csr, flat, share, arrays, rule, summed, few):
-            return ALONE
+        if how != ROWS:
+            _prepare(
+                i + 1, how, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays,
+                rule, summed, few, table,
+            )  # fmt: skip
+            if not together(counter, n):
+                return ALONE
     return M

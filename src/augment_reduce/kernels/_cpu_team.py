@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from ._cpu_meet import LEFT, helpers, new_counter
-from ._cpu_step import ALONE, GROUPS, take_steps
+from ._cpu_meet import LEFT, QUEUES, helpers, new_counter
+from ._cpu_push import PARTS
+from ._cpu_step import AHEAD, ALONE, GROUPS, ROWS, SHARES, take_steps
 from ._cpu_types import Array
 
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
@@ -61,31 +62,35 @@ class Team:
     """n threads (one is a team, too) and their scratch, for one way through minibatches of one size."""
 
     def __init__(
-        self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype, *, short: bool
-    ) -> None:
-        """`short`: whether a step takes less than a few milliseconds."""
+        self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype,
+        held: tuple[Array, ...], *, short: bool,
+    ) -> None:  # fmt: skip
+        """`held` are the local parameters; `short`: whether a step takes less than a few milliseconds."""
         pairs, most = B * (1 + S), min(K, B * (1 + S))
-        sorted_, k = (pairs, 0) if how == GROUPS else (0, K)
-        self.n, self.short, self.counter = n, short, new_counter(short)
-        self.drawn = np.empty((B, S)), np.empty((2, B, 1 + S), np.int64), np.empty(B, np.int64)
+        sorted_, k, parts = (pairs, 0, 0) if how == GROUPS else (0, K, PARTS if how == ROWS else 0)
+        self.n, self.short, self.counter = n, short, new_counter(n, short)
+        self.drawn = np.empty((B, S)), np.empty((AHEAD, B, 1 + S), np.int64), np.empty(B, np.int64)
         self.grouped = (
             np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
             np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64), np.empty(sorted_ + 1, np.int64),
-            np.zeros(n + 1, np.int64), np.zeros(1, np.int64),
+            np.zeros((n * SHARES if n > 1 else 1) + 1, np.int64), np.zeros(1, np.int64),
         )  # fmt: skip
-        scores = np.empty((B, 1 + S), dtype), np.empty((B, 1 + S), dtype)
-        self.scored = (*scores, np.empty(B, dtype), np.empty(n, np.bool_))
+        kept = tuple(np.empty(B, each.dtype) for each in held)
+        well = np.empty(PARTS if how == ROWS else SHARES * n if n > 1 else 1, np.bool_)
+        self.scored = (np.empty((B, 1 + S), dtype), np.empty((B, 1 + S), dtype), well, kept)
         sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
         biases = np.zeros(most, dtype), np.zeros(most, dtype)
-        self.summed = (*biases, sums, np.empty(most + 1, np.int64), np.zeros(1, np.int64))
+        self.summed = (*biases, sums, np.empty(most + 1, np.int64))
+        self.met = np.zeros((parts, -(-k // 128) * 128), np.uint8)[:, :k]  # no two parts in one cache line
         self.tables = np.empty((n, 1 << (4 * S).bit_length()), np.int64)
         self.sinks = np.empty((n, 64), dtype)
 
     def run(self, M: int, arguments: tuple, few: list[tuple]) -> Taken:
         """M steps; this thread is one of the team, and holds PLACES where there are others."""
-        B, (others, counter) = len(self.scored[2]), (helpers(self.n - 1), self.counter)
+        B, (others, counter) = len(self.scored[0]), (helpers(self.n - 1), self.counter)
+        counter[QUEUES:] = 0
         out = np.empty((M, B), self.scored[0].dtype), np.zeros((M, self.n), np.int64)
-        common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0]))
+        common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.met))
         try:
             for tid, other in enumerate(others, start=1):
                 other.start(partial(self._part, counter, tid, arguments, common, few[tid], out))
@@ -96,7 +101,7 @@ class Team:
                 )
         except BaseException:  # also an interrupt: nobody must be left waiting, nor meet whoever comes next
             counter[LEFT] = 1
-            self.counter = new_counter(self.short)
+            self.counter = new_counter(self.n, self.short)
             for other in others:
                 other.wait()
             raise

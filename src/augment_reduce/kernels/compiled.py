@@ -135,16 +135,16 @@ class CompiledStep:
     ) -> tuple:
         """What differs between steps: seeds, sizes of the E step, numbers of the optimiser, draws, bounds wanted."""
         (M, B), noise, kind = order.shape, self.problem.noise, self.parameters.weight.dtype
-        seeds, draws = np.empty(M, np.int64), np.empty((M, 2, 0 if self.softmax else B), self.dtype)
-        for i, generator in zip(range(M), generators, strict=True):
-            seeds[i] = draw_seed(generator)
+        seeds, draws = torch.empty(M, dtype=torch.int64), torch.empty((M, 2, 0 if self.softmax else B), dtype=kind)
+        for seed, both, generator in zip(seeds.unbind(), draws.unbind(), generators, strict=True):
+            draw_seed(generator, seed)
             if not self.softmax:
-                draws[i] = two_draws(noise, B, generator, kind)
+                two_draws(noise, generator, both)
         alphas = np.zeros(M, self.dtype)
         if not self.flags[0]:  # else they go by the rows' visits
             alphas[:] = [self.rule.step_size.now(clock) for clock in clocks]
         rules = np.array([cpu.step_of_rule(self.problem.optimizer, c.iteration, self.problem.prior) for c in clocks])
-        return seeds, alphas, rules.astype(self.dtype), draws, np.array(wanted, np.bool_)
+        return seeds.numpy(), alphas, rules.astype(self.dtype), draws.numpy(), np.array(wanted, np.bool_)
 
     def take(self, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
         """The steps, by a team of threads where there are threads, work enough for each of them, and no row that two
@@ -165,7 +165,7 @@ class CompiledStep:
         sort_by, per_row, share = self.for_size(B)
         key = (n, how, B)
         if key not in self.teams:
-            self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype, short=self.work(B) < SHORT)
+            self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype, self.held, short=self.work(B) < SHORT)
         size = {ROWS: PARTS * K * D, BIASES: 0, GROUPS: D if len(data[0]) else len(data[4]) or D}[how]
         few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
         kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)

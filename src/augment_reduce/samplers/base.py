@@ -74,12 +74,12 @@ def many_uniforms(B: int, S: int, generator: torch.Generator) -> Tensor:
     """(B, S) in float64, from one number of the generator: five times as fast as torch.rand."""
     from ..kernels.cpu import uniforms
 
-    return uniforms(draw_seed(generator), B, S)
+    return uniforms(int(draw_seed(generator)), B, S)
 
 
-def draw_seed(generator: torch.Generator) -> int:
+def draw_seed(generator: torch.Generator, out: Tensor | None = None) -> Tensor:
     """One number of the generator, from which many follow."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    return (torch.empty((), dtype=torch.int64) if out is None else out).random_(generator=generator)
 
 
 class ClassSampler:
