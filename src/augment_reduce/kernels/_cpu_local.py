@@ -33,26 +33,23 @@ def _log_add(a: Any, b: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _exponentials(gap: Array, by: Any, out: Array) -> Any:
-    """out = e^(gap + by); returns their sum."""
-    total = gap.dtype.type(0)
-    for s in range(gap.shape[0]):
-        out[s] = exp(gap[s] + by)
-    for s in range(gap.shape[0]):
-        total += out[s]
-    return total
-
-
-@njit(**OPTIONS)
 def _sums(gap: Array, log_weight: Array, per_row: int, shift: Array, out: Array, log_sum: Array) -> None:
     """shift = the row's largest gap, out = omega e^(gap - shift), log_sum = log sum omega e^gap."""
-    least = np.finfo(gap.dtype).min  # not -inf: where all are masked there would be -inf + inf
+    least, flat = np.finfo(gap.dtype).min, out.reshape(-1)  # not -inf: where all are masked there would be -inf + inf
     for b in range(gap.shape[0]):
         top = least
         for s in range(gap.shape[1]):
             top = max(top, gap[b, s])
         shift[b] = top
-        log_sum[b] = _exponentials(gap[b], log_weight[b * per_row] - top, out[b])
+        for s in range(gap.shape[1]):
+            out[b, s] = gap[b, s] + (log_weight[b * per_row] - top)
+    for i in range(flat.shape[0]):  # all rows in one loop: a row of one class has nothing to be done in vectors
+        flat[i] = exp(flat[i])
+    for b in range(gap.shape[0]):
+        total = gap.dtype.type(0)
+        for s in range(gap.shape[1]):
+            total += out[b, s]
+        log_sum[b] = total
     for b in range(gap.shape[0]):
         log_sum[b] = log(log_sum[b]) + shift[b]
 

@@ -181,28 +181,57 @@ def sum_biases(pairs: tuple, grad: Array, share: Array, sums: tuple, bias_g: Arr
 
 
 @njit(**OPTIONS)
+def _in_groups(classes: Array, K: int, start: Array, order: Array) -> None:
+    """order = the pairs, class by class as they came; those of class k begin at start[k]."""
+    start[:] = 0
+    for p in range(classes.shape[0]):
+        start[classes[p] + 2] += 1
+    for k in range(2, K + 2):
+        start[k] += start[k - 1]
+    for p in range(classes.shape[0]):
+        k = classes[p] + 1
+        order[start[k]] = p
+        start[k] += 1
+
+
+@njit(**OPTIONS)
+def _send_for(x: Array, at: Array, first: int, last: int) -> None:
+    for b in range(first, last):
+        for d in range(0, x.shape[1], 16):
+            prefetch(x, at[b] * x.shape[1] + d)
+
+
+@njit(**OPTIONS)
 def sum_rows(
     part: int, lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, few: tuple,
     coming: Array,
 ) -> None:  # fmt: skip
-    """Add rows lo..hi, which are of this part (a quarter) of the rows, to every class's gradient and prior share in
-    `few`. The rows are read in their order, not once for every class; whoever sums a part, its sums are the same.
+    """Add rows lo..hi, which are this part (a quarter) of the rows, to every class's gradient and prior share in
+    `few`, in their order. Whoever sums a part, its sums are the same.
 
-    One of the rows that are coming is sent for with each: sums wait for nothing, so memory has the time."""
-    D, first_of, g, c = x.shape[1], part * (few[0].shape[0] // PARTS), few[0], few[1]
-    shares = share.reshape(classes.shape) if share.shape[0] > 0 else grad[:0]
-    for b in range(lo, hi):
-        row = x[at[b]]
-        if b - lo < coming.shape[0]:
-            for d in range(0, D, 16):
-                prefetch(x, coming[b - lo] * D + d)
-        for i in range(classes.shape[1]):
-            first = first_of + classes[b, i] * D
-            _add(g[first : first + D], row, grad[b, i])
-            if shares.shape[0] > 0:
-                mine, more = c[first : first + D], shares[b, i]
+    Rows that are coming are sent for in between: sums wait for nothing, so memory has the time."""
+    D, C, P, n_coming = x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1], coming.shape[0]
+    K, first_of, g, c = few[0].shape[0] // PARTS // max(1, D), part * (few[0].shape[0] // PARTS), few[0], few[1]
+    own, a = classes[lo:hi].reshape(-1), grad[lo:hi].reshape(-1)
+    start, order = np.empty(K + 2, np.int64), np.empty(P, np.int64)
+    _in_groups(own, K, start, order)
+    for k in range(K):
+        p, last, mine = start[k], start[k + 1], g[first_of + k * D : first_of + (k + 1) * D]
+        _send_for(x, coming, n_coming * p // P, n_coming * last // P)
+        while p + 4 <= last:
+            i0, i1, i2, i3 = order[p], order[p + 1], order[p + 2], order[p + 3]
+            x0, x1, x2, x3 = x[at[lo + i0 // C]], x[at[lo + i1 // C]], x[at[lo + i2 // C]], x[at[lo + i3 // C]]
+            _add4(mine, x0, x1, x2, x3, a[i0], a[i1], a[i2], a[i3])
+            p += 4
+        while p < last:
+            _add(mine, x[at[lo + order[p] // C]], a[order[p]])
+            p += 1
+        if share.shape[0] > 0:
+            of_prior = c[first_of + k * D : first_of + (k + 1) * D]
+            for q in range(start[k], last):
+                row, more = x[at[lo + order[q] // C]], share[lo * C + order[q]]
                 for d in range(D):
-                    mine[d] = mine[d] + (more if row[d] != 0 else c.dtype.type(0))
+                    of_prior[d] = of_prior[d] + (more if row[d] != 0 else c.dtype.type(0))
 
 
 @njit(**OPTIONS)
