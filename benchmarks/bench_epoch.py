@@ -1,11 +1,13 @@
 """Seconds per epoch at the paper's settings (table 1 and 2), every dataset shape and method, preset="paper".
 
     python benchmarks/bench_epoch.py --save                      # one core, all shapes
-    python benchmarks/bench_epoch.py --threads 1 2 --save        # scaling
+    python benchmarks/bench_epoch.py --threads 1 2 --crowded --save   # scaling, and what the machine allows of it
     python benchmarks/bench_epoch.py --beside 'their-program {dataset} {method}'
 
 `--beside` runs another program in between, once for every repetition, and reads the last number it prints as its own
 seconds per epoch: two things measured in the same minutes, interleaved, whose ratio is what counts.
+`--crowded` times one thread again while another process does the same work beside it, sharing memory and caches but
+nothing else. Twice one thread's time over that is what two threads that never wait would gain.
 The data are the real ones where they can be found (AUGMENT_REDUCE_DATA), else random rows of the same shape.
 """
 
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
+import sys
 
 import numpy as np
 import scipy.sparse as sp
@@ -71,11 +75,71 @@ class Ours:
         return float((seconds[1] - seconds[0]) / (steps[1] - steps[0]) * self.per_epoch)
 
 
+class Neighbour:
+    """Another process that trains on the same data with one thread, for as long as it is let."""
+
+    def __init__(self, dataset: str, method: str, tiny: bool) -> None:
+        flags = ["--datasets", dataset, "--methods", method, "--endless", *(["--tiny"] * tiny)]
+        self.process = subprocess.Popen([sys.executable, __file__, *flags], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "ready\n":
+            raise RuntimeError("The other process did not get ready.")
+        self.process.send_signal(signal.SIGSTOP)
+
+    def meanwhile(self, work: Ours) -> float:
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            return work.seconds()
+        finally:
+            self.process.send_signal(signal.SIGSTOP)
+
+    def leave(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def train_on(ours: Ours) -> None:
+    print("ready", flush=True)
+    while True:
+        ours.seconds()
+
+
 def theirs(command: str, dataset: str, method: str) -> float:
     said = subprocess.run(
         command.format(dataset=dataset, method=method), shell=True, check=True, capture_output=True, text=True
     ).stdout
     return float(re.findall(r"[-+.\deE]+", said)[-1])
+
+
+def times_of(dataset: str, method: str, ours: dict[int, Ours], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds per epoch by name, all of them in turn."""
+    times: dict[str, list[float]] = {}
+    neighbour = Neighbour(dataset, method, options.tiny) if options.crowded else None
+    try:
+        for _ in range(options.repeat):
+            for n, one in ours.items():
+                times.setdefault(f"s per epoch, {n} thread{'s' * (n > 1)}", []).append(one.seconds())
+            if neighbour:
+                times.setdefault("s per epoch, 1 thread, crowded", []).append(neighbour.meanwhile(ours[1]))
+            if options.beside:
+                times.setdefault("s per epoch, beside", []).append(theirs(options.beside, dataset, method))
+    finally:
+        if neighbour:
+            neighbour.leave()
+    return times
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Turn by turn: another program's time over ours; what threads gain, and what two processes do together."""
+    first = np.array(next(iter(times.values())))
+    found = {}
+    for name, work in (("beside", None), ("2 threads", 1), ("1 thread, crowded", 2)):
+        seconds = times.get(f"s per epoch, {name}")
+        if seconds is not None and work is None:
+            found["beside / ours, 1st column"] = (np.array(seconds) / first).tolist()
+        elif seconds is not None and "s per epoch, 1 thread" in times:
+            found[f"gain, {name}"] = (work * np.array(times["s per epoch, 1 thread"]) / np.array(seconds)).tolist()
+    return found
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
@@ -86,6 +150,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--class-sampling", default="uniform")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--beside", help="another program, measured in between")
+    parser.add_argument("--crowded", action="store_true", help="also one thread with another process beside it")
+    parser.add_argument("--endless", action="store_true", help="be that other process")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--save", action="store_true", help="append to results.csv")
     options = parser.parse_args(arguments)
@@ -94,16 +160,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
         X, y, real = rows_of(dataset, options.tiny)
         for method in options.methods:
             ours = {n: Ours(dataset, method, X, y, n, options.tiny, options.class_sampling) for n in options.threads}
-            times: dict[str, list[float]] = {}
-            for _ in range(options.repeat):
-                for n, one in ours.items():
-                    times.setdefault(f"s per epoch, {n} thread{'s' * (n > 1)}", []).append(one.seconds())
-                if options.beside:
-                    times.setdefault("s per epoch, beside", []).append(theirs(options.beside, dataset, method))
-            if options.beside:
-                first = next(iter(times))
-                ratio = np.array(times["s per epoch, beside"]) / np.array(times[first])
-                times["beside / ours, 1st column"] = ratio.tolist()
+            if options.endless:
+                train_on(ours[1])
+            times = times_of(dataset, method, ours, options)
+            times |= ratios(times)
             case = f"{dataset} {method}{'' if real else ' (random rows of its shape)'}"
             if options.class_sampling != "uniform":
                 case += f" {options.class_sampling}"

@@ -46,6 +46,27 @@ def test_seconds_per_epoch(benchmark_named):
     assert sum(value == 7.5 for value in found.values()) == 2
 
 
+def test_what_two_threads_gain_and_what_two_processes_would(benchmark_named):
+    flags = [
+        "--tiny",
+        "--datasets",
+        "bibtex",
+        "--methods",
+        "softmax",
+        "--repeat",
+        "2",
+        "--threads",
+        "1",
+        "2",
+        "--crowded",
+    ]
+    found = quantities(benchmark_named("bench_epoch").main(flags))
+    names = ["s per epoch, 1 thread", "s per epoch, 2 threads", "s per epoch, 1 thread, crowded"]
+    names += ["gain, 2 threads", "gain, 1 thread, crowded"]
+    assert [key.split(": ")[1] for key in found] == names
+    assert all(value > 0 for value in found.values())
+
+
 def test_operations_and_bytes_do_not_depend_on_the_number_of_classes(benchmark_named):
     """From ten thousand classes to a million the same multiply-adds; entries touched within the few that still meet."""
     rows = benchmark_named("bench_classes").main(

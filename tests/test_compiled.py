@@ -195,35 +195,44 @@ def test_the_compiled_step_does_not_depend_on_the_number_of_threads(name, kind, 
         assert all(torch.equal(other[key], expected) for other in found[1:]), key
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(kind, monkeypatch):
-    """A bad score in the rows of either thread: nothing has moved in either. A row twice: one thread, one by one."""
+@pytest.mark.parametrize(("kind", "few"), WAYS)
+@pytest.mark.parametrize("name", ["paper softmax", "paper probit"])
+def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(name, kind, few, monkeypatch):
+    """A bad score in the rows of either thread: nothing has moved in either, and the next step is what it would have
+    been. A row twice: one thread, one by one."""
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
-    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 0)
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
     used, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
-    before = numba.get_num_threads()
+    problem = problem_of(name, kind, SectionFour(), True, False, torch.float32)
+    problem.may_compile = True
+
+    def new_state() -> State:
+        parameters = reference.Parameters(torch.zeros(K, D), torch.zeros(K), [torch.zeros(K, D)], [torch.zeros(K)])
+        return State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
+
+    before, (state, fresh) = numba.get_num_threads(), (new_state(), new_state())
     try:
         numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
-        problem = problem_of("paper softmax", kind, SectionFour(), False, False, torch.float32)
-        problem.may_compile = True
-        parameters = reference.Parameters(
-            torch.zeros(K, D), torch.zeros(K), [torch.zeros(K, D)], [torch.zeros(K)]
-        )  # fmt: skip
-        state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
         for bad in (0, 30):  # a label of the first thread's rows, and one of the second's
-            parameters.bias.zero_()[problem.labels[bad]] = torch.inf
+            state.parameters.bias[problem.labels[bad]] = torch.inf
             with torch.inference_mode(), pytest.raises(FloatingPointError, match="diverged"):
                 vem.step(problem, state, np.arange(45), Clock(1, 1), generator=generator(1))
-            assert not state.local["visits"].any()
-            assert not parameters.weight.any()
+            state.parameters.bias.zero_()
+            assert not state.parameters.weight.any()
+            assert all(torch.equal(state.local[key], fresh.local[key]) for key in fresh.local)
         assert used == [min(2, numba.config.NUMBA_NUM_THREADS, _cpu_team.CORES)] * 2
+        for one in (state, fresh):
+            with torch.inference_mode():
+                vem.step(problem, one, np.arange(45), Clock(1, 1), generator=generator(1))
+        assert state.parameters.weight.any() or kind == "empty"
+        assert torch.equal(state.parameters.weight, fresh.parameters.weight)
+        assert all(torch.equal(state.local[key], fresh.local[key]) for key in fresh.local)
         used.clear()
-        parameters.bias.zero_()
         with torch.inference_mode():
-            vem.step(problem, state, np.append(np.arange(44), 3), Clock(1, 1), generator=generator(1))
+            vem.step(problem, state, np.append(np.arange(44), 3), Clock(2, 1), generator=generator(2))
         assert used == [1]
-        assert state.local["visits"][3] == 2
+        assert state.local["visits"][3] == 3
     finally:
         numba.set_num_threads(before)
 
