@@ -97,9 +97,9 @@ def together(counter: Array, n: int) -> bool:
     return True
 
 
-def new_counter(n: int, naps: bool) -> Array:
-    """What a team of n meets at, in cache lines of its own: two queues for each thread, and two for all."""
-    counter = np.zeros(max(16, QUEUES + 2 * n + 2), np.int64)
+def new_counter(n_queues: int, naps: bool) -> Array:
+    """What a team meets at, in cache lines of its own."""
+    counter = np.zeros(max(16, QUEUES + n_queues), np.int64)
     counter[NAPS] = naps
     return counter
 

@@ -32,8 +32,9 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
 ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what rows do instead of a count
 ROWS_DRAWN = 32  # rows in a share of that job
+SCORES, PUSH, DRAW, BY_ROWS, JOB = 0, 1, 2, 3, 4  # queues of shares, one for each thread; the last is everybody's
 SHARES = 8  # of the classes for each thread, where there are several
-AHEAD = 3  # minibatches whose pairs are held: the one that is pushed, the one that is sorted, the one that is drawn
+HELD = 2  # minibatches whose pairs are held: one that is sorted, or pushed, while the other is drawn
 
 
 @njit(**OPTIONS)
@@ -79,14 +80,21 @@ def _group(pairs: Array, n_classes: int, sorting: tuple, each: int, D: int, grou
 
 
 @njit(**OPTIONS)
-def _claim(tid: int, n: int, counter: Array, queues: int, each: int) -> int:
-    """The next of n times `each` shares that nobody has: of this thread's own, then of others'; -1: none is left."""
+def _claim(tid: int, n: int, counter: Array, queues: int, m: int) -> int:
+    """The next of m shares that nobody has, or -1: of this thread's own, whose data it may well have at hand, then of the
+    others'."""
     for turn in range(n):
         owner = (tid + turn) % n
-        share = take_number(counter, queues + owner)
-        if share < each:
-            return owner * each + share
+        share = m * owner // n + take_number(counter, QUEUES + queues * n + owner)
+        if share < m * (owner + 1) // n:
+            return share
     return -1
+
+
+@njit(**OPTIONS)
+def _first_to_come(n: int, counter: Array) -> bool:
+    """For work that is not shared."""
+    return take_number(counter, QUEUES + JOB * n) == 0
 
 
 @njit(**OPTIONS)
@@ -95,14 +103,14 @@ def _score_groups(
     bias: Array, psi: Array, sink: Array,
 ) -> None:  # fmt: skip
     """Share by share of the classes."""
-    each = (cuts.shape[0] - 1) // n
-    j = _claim(tid, n, counter, QUEUES, each)
+    m = cuts.shape[0] - 1
+    j = _claim(tid, n, counter, SCORES, m)
     while j >= 0:
         if x.shape[0] > 0:
             pairs_dense(cuts[j], cuts[j + 1], groups, x, at, weight, bias, psi.reshape(-1))
         else:
             pairs_sparse(cuts[j], cuts[j + 1], groups, csr, weight, bias, psi.reshape(-1), sink)
-        j = _claim(tid, n, counter, QUEUES, each)
+        j = _claim(tid, n, counter, SCORES, m)
 
 
 @njit(**OPTIONS)
@@ -111,13 +119,13 @@ def _push_groups(
     share: Array, arrays: tuple, rule: tuple, summed: tuple, few: tuple,
 ) -> None:  # fmt: skip
     """Share by share of the classes, as they were scored, and their biases."""
-    bias_g, bias_c, each = summed[0], summed[1], (cuts.shape[0] - 1) // n
-    j = _claim(tid, n, counter, QUEUES + n, each)
+    bias_g, bias_c, m = summed[0], summed[1], cuts.shape[0] - 1
+    j = _claim(tid, n, counter, PUSH, m)
     while j >= 0:
         first, last = cuts[j], cuts[j + 1]
         push_groups(first, last, groups, csr, x, at, grad, share, arrays, rule, bias_g, bias_c, few)
         push_biases(groups[0][first:last], bias_g[first:last], bias_c[first:last], arrays, rule, few)
-        j = _claim(tid, n, counter, QUEUES + n, each)
+        j = _claim(tid, n, counter, PUSH, m)
 
 
 @njit(**SUMS)
@@ -195,17 +203,17 @@ def _to_gradients(
 
 
 @njit(**OPTIONS)
-def _coming(places: Array, i: int, j: int, m: int) -> Array:
-    """Where the rows of stretch j of m lie, of minibatch i or, if that has no such stretch, of the next."""
+def _coming(tid: int, n: int, places: Array, i: int, j: int, m: int) -> Array:
+    """Where the rows lie that this thread is likely to need after stretch j of m of minibatch i."""
     B = places.shape[1]
-    i, j = i + j // m, j % m
+    i, j = (i, j + 1) if j + 1 < m * (tid + 1) // n else (i + 1, m * tid // n)
     return places[i, B * j // m : B * (j + 1) // m] if i < places.shape[0] else places[0, :0]
 
 
 @njit(**OPTIONS)
 def _by_rows(
-    how: int, i: int, n: int, counter: Array, plan: tuple, data: tuple, local: tuple, drawn: tuple, table: Array,
-    share: Array, arrays: tuple, scored: tuple, summed: tuple,
+    how: int, i: int, tid: int, n: int, counter: Array, plan: tuple, data: tuple, local: tuple, drawn: tuple,
+    table: Array, share: Array, arrays: tuple, scored: tuple, summed: tuple,
 ) -> int:  # fmt: skip
     """E and M step, and whatever else goes by rows, stretch by stretch of the rows. Returns how often the floor acted.
 
@@ -213,9 +221,9 @@ def _by_rows(
     """
     (order, places, seeds, us, bound), (labels, weights, x), weight, bias = plan, data, arrays[0], arrays[3]
     (psi, grads, well), rows, at, u, n_hits = scored[:3], order[i], places[i], us[i], 0
-    pairs, whole, met, B, m = drawn[1][i % AHEAD], summed[4], summed[5], order.shape[1], well.shape[0]
-    j = take_number(counter, QUEUES + 2 * n + 1)
-    while j < m:
+    pairs, whole, met, B, m = drawn[1][i % HELD], summed[4], summed[5], order.shape[1], well.shape[0]
+    j = _claim(tid, n, counter, BY_ROWS, m)
+    while j >= 0:
         lo, hi = B * j // m, B * (j + 1) // m
         if how == ROWS:
             _draw(lo, hi, seeds[i], rows, labels, bias.shape[0], (drawn[0], drawn[2]), pairs, table)
@@ -226,11 +234,11 @@ def _by_rows(
         well[j] = hits != NOT_FINITE
         n_hits += max(0, hits)
         if how == ROWS and well[j]:
-            sum_rows(j, lo, hi, pairs, x, at, grads, share, whole, _coming(places, i, j + n, m))
+            sum_rows(j, lo, hi, pairs, x, at, grads, share, whole, _coming(tid, n, places, i, j, m))
             for b in range(lo, hi):
                 for c in range(pairs.shape[1]):
                     met[j, pairs[b, c]] = 1
-        j = take_number(counter, QUEUES + 2 * n + 1)
+        j = _claim(tid, n, counter, BY_ROWS, m)
     return n_hits
 
 
@@ -257,45 +265,46 @@ def _push_biases(
 
 @njit(**OPTIONS)
 def _push_rows(
-    n: int, counter: Array, pairs: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple,
-    few: tuple,
+    tid: int, n: int, counter: Array, pairs: Array, grad: Array, share: Array, arrays: tuple, rule: tuple,
+    summed: tuple, few: tuple,
 ) -> None:  # fmt: skip
-    """Share by share: the biases, and weights whose gradients are summed."""
+    """The biases, and share by share the weights whose gradients are summed."""
     whole, met = summed[4], summed[5]
     K = met.shape[1]
-    each = max(1, K // (SHARES * n))
-    j = take_number(counter, QUEUES) - 1
-    while j * each < K:
-        if j < 0:
-            _push_biases(pairs, grad, share, arrays, rule, summed, few)
-        for k in range(max(0, j) * each, min(K, (j + 1) * each)):
+    m = min(K, SHARES * n)
+    if _first_to_come(n, counter):
+        _push_biases(pairs, grad, share, arrays, rule, summed, few)
+    j = _claim(tid, n, counter, PUSH, m)
+    while j >= 0:
+        for k in range(K * j // m, K * (j + 1) // m):
             if met[:, k].any():
                 met[:, k] = 0
                 step_summed(k, arrays, rule, whole)
-        j = take_number(counter, QUEUES) - 1
+        j = _claim(tid, n, counter, PUSH, m)
 
 
 @njit(**OPTIONS)
 def _prepare(
-    i: int, how: int, n: int, counter: Array, plan: tuple, labels: Array, D: int, is_dense: bool, sorting: tuple,
-    drawn: tuple, grouped: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple, few: tuple,
-    table: Array,
+    i: int, how: int, tid: int, n: int, counter: Array, plan: tuple, labels: Array, D: int, is_dense: bool,
+    sorting: tuple, drawn: tuple, grouped: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple,
+    few: tuple, table: Array,
 ) -> None:  # fmt: skip
-    """What minibatch i needs: to be sorted, or the biases that the one before it moves; and the classes of the next."""
+    """What minibatch i needs: to be sorted while the next is drawn; or to be drawn while biases go where the one before
+    it says."""
     order, begin, end, seeds = plan
-    (M, B), pairs, K = order.shape, drawn[1], arrays[3].shape[0]
-    each = ROWS_DRAWN if n > 1 else B
-    j = take_number(counter, QUEUES + 2 * n) - 1
-    while j * each < B:
-        if j < 0 and how == GROUPS and i < M:
+    (M, B), pairs, K, to_draw = order.shape, drawn[1], arrays[3].shape[0], i + 1 if how == GROUPS else i
+    m = (B + ROWS_DRAWN - 1) // ROWS_DRAWN if n > 1 else 1
+    if _first_to_come(n, counter):
+        if how == BIASES:
+            _push_biases(pairs[(i - 1) % HELD], grad, share, arrays, rule, summed, few)
+        elif i < M:
             per_row = D // 8 if is_dense else (end[i] - begin[i]).sum() // B
-            _group(pairs[i % AHEAD], K, sorting, per_row, D, grouped)
-        elif j < 0 and how == BIASES and i > 0:
-            _push_biases(pairs[(i - 1) % AHEAD], grad, share, arrays, rule, summed, few)
-        elif j >= 0 and i + 1 < M:
-            lo, hi = j * each, min((j + 1) * each, B)
-            _draw(lo, hi, seeds[i + 1], order[i + 1], labels, K, (drawn[0], drawn[2]), pairs[(i + 1) % AHEAD], table)
-        j = take_number(counter, QUEUES + 2 * n) - 1
+            _group(pairs[i % HELD], K, sorting, per_row, D, grouped)
+    j = _claim(tid, n, counter, DRAW, m) if to_draw < M else -1
+    while j >= 0:
+        lo, hi, own = B * j // m, B * (j + 1) // m, pairs[to_draw % HELD]
+        _draw(lo, hi, seeds[to_draw], order[to_draw], labels, K, (drawn[0], drawn[2]), own, table)
+        j = _claim(tid, n, counter, DRAW, m)
 
 
 @njit(cache=True, **OPTIONS)
@@ -321,9 +330,10 @@ def take_steps(
         _draw(lo, hi, seeds[0], order[0], labels, bias.shape[0], (drawn[0], drawn[2]), drawn[1][0], table)
         if not together(counter, n):
             return ALONE
+    if how == GROUPS:
         _prepare(
-            0, how, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays, rule,
-            summed, few, table,
+            0, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays,
+            rule, summed, few, table,
         )  # fmt: skip
         if not together(counter, n):
             return ALONE
@@ -337,10 +347,12 @@ def take_steps(
             if not together(counter, n):
                 return ALONE
         if tid == 0:
-            counter[QUEUES : QUEUES + 2 * n + 1] = 0  # nobody takes from these before all are through with the rows
+            for queue in (SCORES, PUSH, DRAW):  # nobody takes from these before all are through with the rows
+                counter[QUEUES + queue * n : QUEUES + (queue + 1) * n] = 0
+            counter[QUEUES + JOB * n] = 0
         by_rows = (order, places, seeds, u, bounds[i, : B * wanted[i]])
         hits[i, tid] = _by_rows(
-            how, i, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
+            how, i, tid, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
         )  # fmt: skip
         if not together(counter, n):
             return ALONE
@@ -349,17 +361,17 @@ def take_steps(
                 _undo(order[i], state, scored, summed)
             return i
         if tid == 0:
-            counter[QUEUES + 2 * n + 1] = 0
+            counter[QUEUES + BY_ROWS * n : QUEUES + (BY_ROWS + 1) * n] = 0
         if how == GROUPS:
             _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
         elif how == ROWS:
-            _push_rows(n, counter, drawn[1][i % AHEAD], flat, share, arrays, rule, summed, few)
+            _push_rows(tid, n, counter, drawn[1][i % HELD], flat, share, arrays, rule, summed, few)
         if how != BIASES and not together(counter, n):
             return ALONE
         if how != ROWS:
             _prepare(
-                i + 1, how, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays,
-                rule, summed, few, table,
+                i + 1, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share,
+                arrays, rule, summed, few, table,
             )  # fmt: skip
             if not together(counter, n):
                 return ALONE

@@ -18,7 +18,7 @@ import numpy as np
 
 from ._cpu_meet import LEFT, QUEUES, helpers, new_counter
 from ._cpu_push import PARTS
-from ._cpu_step import AHEAD, ALONE, GROUPS, ROWS, SHARES, take_steps
+from ._cpu_step import ALONE, GROUPS, HELD, JOB, ROWS, SHARES, take_steps
 from ._cpu_types import Array
 
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
@@ -68,8 +68,8 @@ class Team:
         """`held` are the local parameters; `short`: whether a step takes less than a few milliseconds."""
         pairs, most = B * (1 + S), min(K, B * (1 + S))
         sorted_, k, parts = (pairs, 0, 0) if how == GROUPS else (0, K, PARTS if how == ROWS else 0)
-        self.n, self.short, self.counter = n, short, new_counter(n, short)
-        self.drawn = np.empty((B, S)), np.empty((AHEAD, B, 1 + S), np.int64), np.empty(B, np.int64)
+        self.n, self.short, self.counter = n, short, new_counter(JOB * n + 1, short)
+        self.drawn = np.empty((B, S)), np.empty((HELD, B, 1 + S), np.int64), np.empty(B, np.int64)
         self.grouped = (
             np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
             np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64), np.empty(sorted_ + 1, np.int64),
@@ -101,7 +101,7 @@ class Team:
                 )
         except BaseException:  # also an interrupt: nobody must be left waiting, nor meet whoever comes next
             counter[LEFT] = 1
-            self.counter = new_counter(self.n, self.short)
+            self.counter = new_counter(JOB * self.n + 1, self.short)
             for other in others:
                 other.wait()
             raise
