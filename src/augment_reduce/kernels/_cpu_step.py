@@ -81,8 +81,8 @@ def _group(pairs: Array, n_classes: int, sorting: tuple, each: int, D: int, grou
 
 @njit(**OPTIONS)
 def _claim(tid: int, n: int, counter: Array, queues: int, m: int) -> int:
-    """The next of m shares that nobody has, or -1: of this thread's own, whose data it may well have at hand, then of the
-    others'."""
+    """The next of m shares that nobody has, or -1: of this thread's own, whose data it may well have at hand, then of
+    the others'."""
     for turn in range(n):
         owner = (tid + turn) % n
         share = m * owner // n + take_number(counter, QUEUES + queues * n + owner)
