@@ -231,10 +231,32 @@ def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(name,
         used.clear()
         with torch.inference_mode():
             vem.step(problem, state, np.append(np.arange(44), 3), Clock(2, 1), generator=generator(2))
-        assert used == [1]
+            problem.may_compile = False
+            vem.step(problem, fresh, np.append(np.arange(44), 3), Clock(2, 1), generator=generator(2))
+        assert used == ([] if few else [1])  # where parts of the rows would see what others moved: as `vem` has it
         assert state.local["visits"][3] == 3
+        assert torch.equal(state.parameters.weight, fresh.parameters.weight)
+        assert all(torch.equal(state.local[key], fresh.local[key]) for key in fresh.local)
     finally:
         numba.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("kind", "few"), WAYS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_minibatches_smaller_than_the_shares_they_are_cut_into(size, kind, few, monkeypatch):
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    found = []
+    for fast in (False, True):
+        problem = problem_of("our softmax", kind, Adagrad(), True, True, torch.float32)
+        problem.may_compile = fast
+        parameters = reference.Parameters(torch.zeros(K, D), torch.zeros(K), [torch.zeros(K, D)], [torch.zeros(K)])
+        state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
+        state.local["visits"] += 1
+        with torch.inference_mode():
+            vem.step(problem, state, np.arange(size), Clock(1, 1), generator=generator(1))
+        found.append((parameters.weight, parameters.bias, *state.local.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def steps_of(

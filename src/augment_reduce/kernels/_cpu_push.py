@@ -212,6 +212,8 @@ def sum_rows(
     Rows that are coming are sent for in between: sums wait for nothing, so memory has the time."""
     D, C, P, n_coming = x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1], coming.shape[0]
     K, first_of, g, c = few[0].shape[0] // PARTS // max(1, D), part * (few[0].shape[0] // PARTS), few[0], few[1]
+    if P == 0:
+        return
     own, a = classes[lo:hi].reshape(-1), grad[lo:hi].reshape(-1)
     start, order = np.empty(K + 2, np.int64), np.empty(P, np.int64)
     _in_groups(own, K, start, order)

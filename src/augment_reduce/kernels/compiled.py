@@ -123,12 +123,16 @@ class CompiledStep:
         order = np.ascontiguousarray(order, np.int64)
         arrays = cpu._arrays(self.parameters, problem.optimizer, problem.prior)
         found = self.rows_for(order, arrays)
-        if found is None:
+        if found is None or (found[0] == ROWS and not self.different(order)):  # a part would see what another has moved
             return None
         how, places, data = found
         taken = self.take(how, order, data, arrays, (*places, *self.plan(order, clocks, generators, wanted)))
         bounds = [torch.from_numpy(taken.bounds[i]) if wanted[i] else None for i in range(taken.n)]
         return list(zip(bounds, taken.hits.tolist(), strict=False))
+
+    def different(self, order: np.ndarray) -> bool:
+        """Whether no row comes twice."""
+        return all_different(order, WORK.array("met", self.problem.X.n_rows, np.uint8))
 
     def plan(
         self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
@@ -152,7 +156,7 @@ class CompiledStep:
         work, places = self.work(order.shape[1]), _cpu_team.PLACES
         n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), PARTS if how == ROWS else most_threads())
         many = n > 1 and work > WORTH_THREADS
-        many = many and all_different(order, WORK.array("met", self.problem.X.n_rows, np.uint8))
+        many = many and self.different(order)
         held = many and places.acquire(blocking=False)
         try:
             return self.by_team(n if held else 1, how, order, data, arrays, plan)

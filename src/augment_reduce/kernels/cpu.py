@@ -42,6 +42,7 @@ from .reference import Parameters
 from .rows import DenseRows, Rows, SparseRows
 
 NO_LABELS = np.empty(0, np.int64)
+FEW_CLASSES = 2**11
 FEW_WEIGHTS = 2**15  # entries of K x D whose gradient stays in the second cache: no need to go class by class
 
 
@@ -63,8 +64,10 @@ def _values(t: Tensor, dtype: torch.dtype) -> Array:
 
 
 def few_weights(X: Rows, weight: Tensor | Array) -> bool:
-    """Whether rows are dense and weights so few that going row by row, each once, is the fastest way."""
-    return isinstance(X, DenseRows) and 0 < math.prod(weight.shape) <= FEW_WEIGHTS
+    """Whether rows are dense and weights so few that going row by row, each once, is the fastest way.
+
+    It looks at every class in every step, so these must be few too."""
+    return isinstance(X, DenseRows) and 0 < math.prod(weight.shape) <= FEW_WEIGHTS and len(weight) <= FEW_CLASSES
 
 
 def _read_in_place(X: Rows, rows: Array, weight: Array) -> Array | None:
