@@ -45,6 +45,36 @@ def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
             assert np.array_equal(found.result(timeout=60), expected)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not say where a thread may run")
+@pytest.mark.parametrize("n", [2, 20])
+def test_who_waits_on_the_core_of_another_moves_over_and_stays_as_free_as_it_was(n):
+    """The others were last seen on all cores but one, this thread's among them: it goes to that one."""
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("one core")
+    counter = _cpu_meet.new_counter(n)
+    assert _cpu_meet.move_over(counter, 0, n) == -1  # nobody has been seen
+    try:
+        for home in sorted(allowed):
+            os.sched_setaffinity(0, {home})
+            os.sched_setaffinity(0, allowed)
+            for here in allowed - {home}:
+                counter[_cpu_meet.SEEN + 1 : _cpu_meet.SEEN + n] = 1 + here
+                assert _cpu_meet.move_over(counter, 0, n) in {-1} | (allowed - {here})  # -1: moved away by the system
+            if n > len(allowed):
+                counter[_cpu_meet.SEEN + 1 : _cpu_meet.SEEN + 1 + len(allowed)] = 1 + np.array(sorted(allowed))
+                assert _cpu_meet.move_over(counter, 0, n) == -1  # nowhere to go
+            os.sched_setaffinity(0, {home})  # where it is for certain, and stays: a set of one leaves nowhere to go
+            counter[_cpu_meet.SEEN + 1 : _cpu_meet.SEEN + n] = 1 + home
+            assert _cpu_meet.move_over(counter, 0, n) == -1
+            os.sched_setaffinity(0, allowed)
+            found = [_cpu_meet.move_over(counter, 0, n) for _ in range(2)]
+            assert found[0] in allowed - {home}, found
+            assert os.sched_getaffinity(0) == allowed
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 @pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
 def test_nobody_waits_for_a_thread_that_has_left(who, monkeypatch):
     """Whoever fails, interrupted or not, the others come back, the error is told, and the next step is a step."""

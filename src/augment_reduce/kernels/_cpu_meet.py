@@ -3,11 +3,16 @@
 A thread that sleeps takes some 50 microseconds to wake, and the system may then put it on the core of whoever woke it,
 or move the two around: steps of a millisecond take up to half as long again. One that looks at a number while it waits,
 giving way to others, is there at once, and stays where it is. After some two milliseconds it goes to sleep after all.
+
+The system may still have put two of them on one core, where they take turns while another core has nothing to do; left
+to itself it parts them after a tenth of a second. So each says on which core it is when it comes to a meeting, and who
+waits on the core of another moves over.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +26,12 @@ from ._cpu_lanes import I32, I64, _data, intrinsic
 from ._cpu_types import OPTIONS, Array
 
 PATIENCE = 2_000  # looks before the core is offered to others
-POLITE = 400  # offers, some 200 microseconds, before a thread that waits for its team naps
 AWAKE = 6_000  # looks before a helper goes to sleep
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
-NAPS, QUEUES = 2, 3  # whether waiting threads may nap; and, from there on, how many shares of a job were taken
+LINE = 16  # numbers that two cores had better not write at once: two cache lines, as they are fetched in pairs
+SEEN = LINE  # from there on: the core on which each thread was last, plus 1
+LOOK_AROUND = 16  # meetings from one at which threads may move to the next
+MOST_CORES = 1024  # as many as the system's own type has room for
 ASKED, ANSWERED = 0, 1  # places of a helper's
 
 
@@ -64,44 +71,92 @@ def _give_way(typing_context: Any) -> tuple:
 
 
 @intrinsic
-def _nap(typing_context: Any) -> tuple:
-    """Sleep for as short as can be, some 50 microseconds. Whoever wakes is put on a core that is free."""
+def _core(typing_context: Any) -> tuple:
+    """The core that this thread is on; -1 where the system does not say."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if os.name == "posix":
-            kind = ir.FunctionType(I32, [I32])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "usleep"), [I32(1)])
-        return context.get_dummy_value()
+        if sys.platform != "linux":
+            return I64(-1)
+        kind = ir.FunctionType(I32, [])
+        return builder.sext(builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_getcpu"), []), I64)
 
-    return types.void(), codegen
+    return types.int64(), codegen
+
+
+def _about_cores(function: str) -> Any:
+    """Code that calls a function of the system with this thread's set of cores, args[0], a bit for each."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if sys.platform != "linux":
+            return I64(-1)
+        cores = builder.bitcast(_data(context, builder, signature.args[0], args[0]), cgutils.voidptr_t)
+        kind = ir.FunctionType(I32, [I32, I64, cgutils.voidptr_t])
+        call = cgutils.get_or_insert_function(builder.module, kind, function)
+        return builder.sext(builder.call(call, [I32(0), I64(MOST_CORES // 8), cores]), I64)
+
+    return codegen
+
+
+@intrinsic
+def _get_cores(typing_context: Any, cores: Any) -> tuple:
+    """Fill in where this thread may run; negative: the system does not say."""
+    return types.int64(cores), _about_cores("sched_getaffinity")
+
+
+@intrinsic
+def _set_cores(typing_context: Any, cores: Any) -> tuple:
+    """Say where this thread may run. If that is not where it is, it moves before this returns."""
+    return types.int64(cores), _about_cores("sched_setaffinity")
 
 
 @njit(**OPTIONS)
-def together(counter: Array, n: int) -> bool:
-    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place.
+def move_over(counter: Array, tid: int, n: int) -> int:
+    """To a core where no other thread of the team was last, if one of them was on this one; returns that core, or -1.
+    From there it may go wherever it might before."""
+    here, went, crowded = _core(), -1, False
+    allowed = np.zeros(MOST_CORES // 8, np.uint8)
+    if here < 0 or _get_cores(allowed) < 0:
+        return went
+    free = allowed.copy()
+    for other in range(n):
+        core = _now(counter, SEEN + other) - 1
+        if other != tid and 0 <= core < MOST_CORES:
+            crowded |= core == here
+            free[core >> 3] &= np.uint8(255 - (1 << (core & 7)))
+    if crowded and free.any() and _set_cores(free) >= 0:
+        went = _core()
+        _set_cores(allowed)
+    return went
 
-    Who waits long may be on the core of whom it waits for, where giving way can fail for milliseconds: it naps where
-    steps are short. Long ones are better off without: the system parts threads that both want to run, sooner or later,
-    but not one that wants to and one that mostly sleeps.
-    """
-    everyone = (take_number(counter, ARRIVED) + n) // n * n
+
+@njit(**OPTIONS)
+def together(counter: Array, tid: int, n: int) -> bool:
+    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place."""
+    core = _core() + 1
+    if counter[SEEN + tid] != core:
+        counter[SEEN + tid] = core
+    meeting = take_number(counter, ARRIVED) // n + 1
     looks = 0
-    while _now(counter, ARRIVED) < everyone:
+    while _now(counter, ARRIVED) < meeting * n:
         if _now(counter, LEFT) != 0:
             return False
         looks += 1
-        if looks > PATIENCE + POLITE and counter[NAPS] != 0:
-            _nap()
+        if looks == PATIENCE and meeting % LOOK_AROUND == 0:
+            move_over(counter, tid, n)
         elif looks > PATIENCE:
             _give_way()
     return True
 
 
-def new_counter(n_queues: int, naps: bool) -> Array:
-    """What a team meets at, in cache lines of its own."""
-    counter = np.zeros(max(16, QUEUES + n_queues), np.int64)
-    counter[NAPS] = naps
-    return counter
+@njit(**OPTIONS)
+def queue_of(tid: int, n: int, i: int) -> int:
+    """The place in the counter of a team of n that says how many shares were taken from thread tid's queue i."""
+    return SEEN + (n + LINE - 1) // LINE * LINE + tid * LINE + i
+
+
+def new_counter(n: int) -> Array:
+    """What a team meets at, with up to LINE queues for each thread."""
+    return np.zeros(queue_of(n, n, 0), np.int64)
 
 
 @njit(cache=True, **OPTIONS)

@@ -22,7 +22,7 @@ from numba import njit
 
 from ._cpu_classes import cut, floyd, sort, splitmix, with_label
 from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
-from ._cpu_meet import QUEUES, take_number, together
+from ._cpu_meet import queue_of, take_number, together
 from ._cpu_push import push_groups, step_summed, sum_biases, sum_rows
 from ._cpu_rules import push_biases
 from ._cpu_scores import SUMS, pairs_dense, pairs_sparse, score_rows
@@ -32,7 +32,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
 ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what rows do instead of a count
 ROWS_DRAWN = 32  # rows in a share of that job
-SCORES, PUSH, DRAW, BY_ROWS, JOB = 0, 1, 2, 3, 4  # queues of shares, one for each thread; the last is everybody's
+SCORES, PUSH, DRAW, JOB, BY_ROWS = 0, 1, 2, 3, 4  # queues of shares, one for each thread; of JOB there is but one
 SHARES = 8  # of the classes for each thread, where there are several
 HELD = 2  # minibatches whose pairs are held: one that is sorted, or pushed, while the other is drawn
 
@@ -80,21 +80,28 @@ def _group(pairs: Array, n_classes: int, sorting: tuple, each: int, D: int, grou
 
 
 @njit(**OPTIONS)
-def _claim(tid: int, n: int, counter: Array, queues: int, m: int) -> int:
+def _claim(tid: int, n: int, counter: Array, queue: int, m: int) -> int:
     """The next of m shares that nobody has, or -1: of this thread's own, whose data it may well have at hand, then of
     the others'."""
     for turn in range(n):
         owner = (tid + turn) % n
-        share = m * owner // n + take_number(counter, QUEUES + queues * n + owner)
+        share = m * owner // n + take_number(counter, queue_of(owner, n, queue))
         if share < m * (owner + 1) // n:
             return share
     return -1
 
 
 @njit(**OPTIONS)
+def _open(n: int, counter: Array, first: int, last: int) -> None:
+    """Nothing has been taken from these queues."""
+    for tid in range(n):
+        counter[queue_of(tid, n, first) : queue_of(tid, n, last) + 1] = 0
+
+
+@njit(**OPTIONS)
 def _first_to_come(n: int, counter: Array) -> bool:
     """For work that is not shared."""
-    return take_number(counter, QUEUES + JOB * n) == 0
+    return take_number(counter, queue_of(0, n, JOB)) == 0
 
 
 @njit(**OPTIONS)
@@ -328,14 +335,14 @@ def take_steps(
     if how != ROWS:
         lo, hi = B * tid // n, B * (tid + 1) // n
         _draw(lo, hi, seeds[0], order[0], labels, bias.shape[0], (drawn[0], drawn[2]), drawn[1][0], table)
-        if not together(counter, n):
+        if not together(counter, tid, n):
             return ALONE
     if how == GROUPS:
         _prepare(
             0, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays,
             rule, summed, few, table,
         )  # fmt: skip
-        if not together(counter, n):
+        if not together(counter, tid, n):
             return ALONE
     for i in range(M):
         at, r, csr = places[i], rules[i], (begin[i], end[i], column, slot, value, feature)
@@ -344,35 +351,33 @@ def take_steps(
         local = (per_row, weigh, model, state, (step[0], step[1], alphas[i]), flags)
         if how == GROUPS:
             _score_groups(tid, n, counter, cuts, groups, x, at, csr, weight, bias, psi, sink)
-            if not together(counter, n):
+            if not together(counter, tid, n):
                 return ALONE
         if tid == 0:
-            for queue in (SCORES, PUSH, DRAW):  # nobody takes from these before all are through with the rows
-                counter[QUEUES + queue * n : QUEUES + (queue + 1) * n] = 0
-            counter[QUEUES + JOB * n] = 0
+            _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
         by_rows = (order, places, seeds, u, bounds[i, : B * wanted[i]])
         hits[i, tid] = _by_rows(
             how, i, tid, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
         )  # fmt: skip
-        if not together(counter, n):
+        if not together(counter, tid, n):
             return ALONE
         if not well.all():
             if tid == 0:
                 _undo(order[i], state, scored, summed)
             return i
         if tid == 0:
-            counter[QUEUES + BY_ROWS * n : QUEUES + (BY_ROWS + 1) * n] = 0
+            _open(n, counter, BY_ROWS, BY_ROWS)
         if how == GROUPS:
             _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
         elif how == ROWS:
             _push_rows(tid, n, counter, drawn[1][i % HELD], flat, share, arrays, rule, summed, few)
-        if how != BIASES and not together(counter, n):
+        if how != BIASES and not together(counter, tid, n):
             return ALONE
         if how != ROWS:
             _prepare(
                 i + 1, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share,
                 arrays, rule, summed, few, table,
             )  # fmt: skip
-            if not together(counter, n):
+            if not together(counter, tid, n):
                 return ALONE
     return M

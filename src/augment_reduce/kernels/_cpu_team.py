@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from ._cpu_meet import LEFT, QUEUES, helpers, new_counter
+from ._cpu_meet import LEFT, helpers, new_counter, queue_of
 from ._cpu_push import PARTS
-from ._cpu_step import ALONE, GROUPS, HELD, JOB, ROWS, SHARES, take_steps
+from ._cpu_step import ALONE, GROUPS, HELD, ROWS, SHARES, take_steps
 from ._cpu_types import Array
 
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
@@ -63,12 +63,12 @@ class Team:
 
     def __init__(
         self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype,
-        held: tuple[Array, ...], *, short: bool,
+        held: tuple[Array, ...],
     ) -> None:  # fmt: skip
-        """`held` are the local parameters; `short`: whether a step takes less than a few milliseconds."""
+        """`held` are the local parameters."""
         pairs, most = B * (1 + S), min(K, B * (1 + S))
         sorted_, k, parts = (pairs, 0, 0) if how == GROUPS else (0, K, PARTS if how == ROWS else 0)
-        self.n, self.short, self.counter = n, short, new_counter(JOB * n + 1, short)
+        self.n, self.counter = n, new_counter(n)
         self.drawn = np.empty((B, S)), np.empty((HELD, B, 1 + S), np.int64), np.empty(B, np.int64)
         self.grouped = (
             np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
@@ -88,7 +88,7 @@ class Team:
     def run(self, M: int, arguments: tuple, few: list[tuple]) -> Taken:
         """M steps; this thread is one of the team, and holds PLACES where there are others."""
         B, (others, counter) = len(self.scored[0]), (helpers(self.n - 1), self.counter)
-        counter[QUEUES:] = 0
+        counter[queue_of(0, self.n, 0) :] = 0
         out = np.empty((M, B), self.scored[0].dtype), np.zeros((M, self.n), np.int64)
         common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.met))
         try:
@@ -101,7 +101,7 @@ class Team:
                 )
         except BaseException:  # also an interrupt: nobody must be left waiting, nor meet whoever comes next
             counter[LEFT] = 1
-            self.counter = new_counter(JOB * self.n + 1, self.short)
+            self.counter = new_counter(self.n)
             for other in others:
                 other.wait()
             raise

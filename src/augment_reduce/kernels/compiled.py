@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 WORTH_THREADS = 100_000  # multiply-adds of a minibatch's scores from which a second thread pays
 AT_ONCE, MOST = 60_000_000, 64  # such multiply-adds in one call, some 60 ms of steps; and how many of these at most
-SHORT = 2_000_000  # such multiply-adds of a step, some two milliseconds
 A_PAIR = 16  # what a pair costs beside them: drawing its class, sorting it, an exponential
 NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
@@ -169,7 +168,7 @@ class CompiledStep:
         sort_by, per_row, share = self.for_size(B)
         key = (n, how, B)
         if key not in self.teams:
-            self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype, self.held, short=self.work(B) < SHORT)
+            self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype, self.held)
         size = {ROWS: PARTS * K * D, BIASES: 0, GROUPS: D if len(data[0]) else len(data[4]) or D}[how]
         few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
         kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)
