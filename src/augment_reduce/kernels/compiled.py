@@ -122,16 +122,24 @@ class CompiledStep:
         order = np.ascontiguousarray(order, np.int64)
         arrays = cpu._arrays(self.parameters, problem.optimizer, problem.prior)
         found = self.rows_for(order, arrays)
-        if found is None or (found[0] == ROWS and not self.different(order)):  # a part would see what another has moved
+        if found is None:
             return None
         how, places, data = found
-        taken = self.take(how, order, data, arrays, (*places, *self.plan(order, clocks, generators, wanted)))
+        n = self.threads(how, order.shape[1])
+        if n > 1 or how == ROWS:
+            different = all_different(order, WORK.array("met", problem.X.n_rows, np.uint8))
+            if how == ROWS and not different:  # a part would see what another has moved
+                return None
+            n = n if different else 1
+        taken = self.take(n, how, order, data, arrays, (*places, *self.plan(order, clocks, generators, wanted)))
         bounds = [torch.from_numpy(taken.bounds[i]) if wanted[i] else None for i in range(taken.n)]
         return list(zip(bounds, taken.hits.tolist(), strict=False))
 
-    def different(self, order: np.ndarray) -> bool:
-        """Whether no row comes twice."""
-        return all_different(order, WORK.array("met", self.problem.X.n_rows, np.uint8))
+    def threads(self, how: int, B: int) -> int:
+        """As many as there is work for in a minibatch, where no row comes twice, which two would move."""
+        work, most = self.work(B), PARTS if how == ROWS else most_threads()
+        n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), most)
+        return n if work > WORTH_THREADS else 1
 
     def plan(
         self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
@@ -149,14 +157,10 @@ class CompiledStep:
         rules = np.array([cpu.step_of_rule(self.problem.optimizer, c.iteration, self.problem.prior) for c in clocks])
         return seeds.numpy(), alphas, rules.astype(self.dtype), draws.numpy(), np.array(wanted, np.bool_)
 
-    def take(self, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
-        """The steps, by a team of threads where there are threads, work enough for each of them, and no row that two
-        would move."""
-        work, places = self.work(order.shape[1]), _cpu_team.PLACES
-        n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), PARTS if how == ROWS else most_threads())
-        many = n > 1 and work > WORTH_THREADS
-        many = many and self.different(order)
-        held = many and places.acquire(blocking=False)
+    def take(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
+        """The steps, by n threads where nobody else has them."""
+        places = _cpu_team.PLACES
+        held = n > 1 and places.acquire(blocking=False)
         try:
             return self.by_team(n if held else 1, how, order, data, arrays, plan)
         finally:

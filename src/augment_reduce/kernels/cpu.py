@@ -151,8 +151,9 @@ def step_of_rule(optimizer: RowOptimizer, t: int, prior: Prior | None) -> tuple[
         numbers = (rate, first, 1.0 - first, second, 0.0, 0.0)
     elif optimizer.kind == ADAM:
         numbers = (rate, first, 1.0 - first, second, 1.0 - second, third)
-    variance, bias_rate = 1.0 if prior is None else prior.variance, optimizer.for_biases().scalars(t)[0]
-    return (*numbers, variance, bias_rate)
+    of_biases = optimizer.for_biases()
+    bias_rate = rate if of_biases is optimizer else of_biases.scalars(t)[0]
+    return (*numbers, 1.0 if prior is None else prior.variance, bias_rate)
 
 
 def kinds_of_rule(optimizer: RowOptimizer, prior: Prior | None, shares: bool) -> tuple[int, int]:
