@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from augment_reduce import AugmentReduceClassifier, progress
-from augment_reduce.training import HISTORY, epoch_order, mix
+from augment_reduce.training import HISTORY, epoch_order, mix, mix_all
 
 
 def rows(n=300, K=6, D=4, seed=0):
@@ -23,6 +23,13 @@ def test_an_epoch_visits_every_row_once_and_epochs_differ():
     assert not np.array_equal(a, b)
     assert np.array_equal(a, epoch_order(5, 1, 1000))
     assert not np.array_equal(a, epoch_order(6, 1, 1000))
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 2**64 - 1, 2**70 + 3])
+def test_seeds_made_all_at_once_are_those_made_one_by_one(seed):
+    for turns in (range(1, 2), range(5, 70), range(10**12, 10**12 + 3)):
+        assert mix_all(seed, 2, turns) == [mix(seed, 2, t) for t in turns]
+    assert mix_all(seed, 2, range(0)) == []
 
 
 def test_seeds_of_neighbouring_steps_have_nothing_in_common():

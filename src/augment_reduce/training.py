@@ -37,6 +37,18 @@ def mix(seed: int, stream: int, count: int) -> int:
     return z >> 1
 
 
+def mix_all(seed: int, stream: int, counts: range) -> list[int]:
+    """`mix` of each count, all at once."""
+    z = np.array([seed & _MASK], dtype=np.uint64)
+    for part in ([stream], counts, [0]):
+        z = z + np.uint64(0x9E3779B97F4A7C15) * (np.array(part, dtype=np.uint64) + np.uint64(1))
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    seeds: list[int] = (z >> np.uint64(1)).tolist()
+    return seeds
+
+
 def epoch_order(seed: int, epoch: int, n_rows: int, alike: np.ndarray | None = None) -> np.ndarray:
     """The permutation of the rows that an epoch follows; rows of the same number in `alike` come together."""
     generator = np.random.Generator(np.random.PCG64(mix(seed, 1, epoch)))
@@ -179,7 +191,7 @@ def train(
             with progress.may_compile() if t == first else contextlib.nullcontext():
                 state, infos = steps(
                     problem, state, rows, [Clock(u, epoch + 1) for u in turns],
-                    generators=(generator.manual_seed(mix(schedule.seed, 2, u)) for u in turns),
+                    generators=(generator.manual_seed(s) for s in mix_all(schedule.seed, 2, turns)),
                     wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
                 )  # fmt: skip
             M, turns = len(infos), turns[: len(infos)]  # fewer where the next one diverges, which its own call will say

@@ -52,6 +52,19 @@ def _count(indptr: Array, rows: Array) -> int:
     return n
 
 
+@njit(cache=True, **OPTIONS)
+def spans(indptr: Array, order: Array, begin: Array, end: Array) -> tuple[Any, Any]:
+    """Where the rows of each minibatch begin and end; returns how many non-zeros one has, at least and at most."""
+    fewest, most = np.int64(2**62), np.int64(0)
+    for i in range(order.shape[0]):
+        n = np.int64(0)
+        for b in range(order.shape[1]):
+            begin[i, b], end[i, b] = indptr[order[i, b]], indptr[order[i, b] + 1]
+            n += end[i, b] - begin[i, b]
+        fewest, most = min(fewest, n), max(most, n)
+    return fewest, most
+
+
 @njit(**OPTIONS)
 def _send_for(indptr: Array, indices: Array, values: Array, rows: Array, b: int) -> None:
     """Ask for row b of the minibatch: rows lie far apart, so the hardware does not fetch ahead by itself."""

@@ -19,7 +19,7 @@ from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow, draw_seed
 from . import _cpu_team, cpu, runs
-from ._cpu_batch import dense_enough, in_place, load, plain, read_only, worth_numbering
+from ._cpu_batch import dense_enough, in_place, load, plain, read_only, spans, worth_numbering
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS, two_draws
 from ._cpu_push import PARTS
@@ -147,10 +147,10 @@ class CompiledStep:
         """What differs between steps: seeds, sizes of the E step, numbers of the optimiser, draws, bounds wanted."""
         (M, B), noise, kind = order.shape, self.problem.noise, self.parameters.weight.dtype
         seeds, draws = torch.empty(M, dtype=torch.int64), torch.empty((M, 2, 0 if self.softmax else B), dtype=kind)
-        for seed, both, generator in zip(seeds.unbind(), draws.unbind(), generators, strict=True):
+        for i, (seed, generator) in enumerate(zip(seeds.unbind(), generators, strict=True)):
             draw_seed(generator, seed)
             if not self.softmax:
-                two_draws(noise, generator, both)
+                two_draws(noise, generator, draws[i])
         alphas = np.zeros(M, self.dtype)
         if not self.flags[0]:  # else they go by the rows' visits
             alphas[:] = [self.rule.step_size.now(clock) for clock in clocks]
@@ -217,12 +217,12 @@ class CompiledStep:
         if self.lie is not None and isinstance(X, DenseRows):
             return ROWS if self.few else GROUPS, (order, nowhere, nowhere), self.lie
         if self.lie is not None and isinstance(X, SparseRows):
-            begin, end = X.indptr[order].astype(np.int64), X.indptr[order + 1].astype(np.int64)
-            nonzeros = (end - begin).sum(1)
-            if not nonzeros.any():
+            begin, end = np.empty((M, B), np.int64), np.empty((M, B), np.int64)
+            fewest, most = spans(read_only(X.indptr), order, begin, end)
+            if most == 0:
                 return biases
-            dense = dense_enough(nonzeros.max(), B, D, 1 + self.S)
-            if not dense and not worth_numbering(nonzeros.min(), D):
+            dense = dense_enough(most, B, D, 1 + self.S)
+            if not dense and not worth_numbering(fewest, D):
                 return GROUPS, (order, begin, end), self.lie
         if M > 1:
             return None
