@@ -136,7 +136,7 @@ def extra(sampler: ClassSampler) -> int:
     """Scores for each row beyond |S|."""
     if isinstance(sampler, Conditional):
         return sampler._n_clusters()
-    return sampler.n_own if isinstance(sampler, FeaturePointed) else 0
+    return 2 * sampler.n_own if isinstance(sampler, FeaturePointed) else 0  # by labels, and by weights
 
 
 def bound_samplers(counts: np.ndarray, budget: int, X: Rows, labels: np.ndarray) -> dict[str, tuple[ClassSampler, int]]:
@@ -151,11 +151,13 @@ def bound_samplers(counts: np.ndarray, budget: int, X: Rows, labels: np.ndarray)
     return found
 
 
-def look_back(sampler: ClassSampler, batch: Minibatch, size: int) -> None:
-    """The visit one epoch ago: clusters are made, hard classes remembered."""
+def look_back(sampler: ClassSampler, batch: Minibatch, size: int, epochs: float) -> None:
+    """The visit one epoch ago: clusters are made, hard classes remembered, heavy ones listed when an epoch ended."""
     truth = Truth.of(batch)
     sampled, grad, _ = draw(sampler, batch, size, 10**6, truth)
     sampler.learn(batch, sampled, grad)
+    if epochs >= 1.0:
+        sampler.end_epoch(batch.parameters, batch.X.n_rows, size)
 
 
 def load(name: str, n_rows: int, tiny: bool) -> tuple[sp.csr_matrix, np.ndarray]:
@@ -194,7 +196,7 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
         with torch.inference_mode():
             for some in samplers.values():
                 for sampler, size in some.values():
-                    look_back(sampler, batch, size)
+                    look_back(sampler, batch, size, before)
         batch = train_to(at)
         with torch.inference_mode():
             truth = Truth.of(batch)
