@@ -2,15 +2,18 @@
 
 A thread that sleeps takes some 50 microseconds to wake, and the system may then put it on the core of whoever woke it,
 or move the two around: steps of a millisecond take up to half as long again. One that looks at a number while it waits,
-giving way to others, is there at once, and stays where it is. After some two milliseconds it goes to sleep after all.
+giving way to others, is there at once, and stays where it is. A helper without work goes to sleep after all, after
+some two milliseconds.
 
-The system may still have put two of them on one core, where they take turns while another core has nothing to do; left
-to itself it parts them after a tenth of a second. So each says on which core it is when it comes to a meeting, and who
-waits on the core of another moves over.
+The system may still have put two of them on one core, where they take turns, often while another core has nothing to
+do; left to itself it parts them after a tenth of a second. So each says on which core it is when it comes to a meeting,
+and who waits on the core where another was last moves over. Not in a process that has been told to give way (nice), or
+that has a schedule of its own; nor with AUGMENT_REDUCE_STAY=1 in the environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -28,7 +31,8 @@ from ._cpu_types import OPTIONS, Array
 PATIENCE = 2_000  # looks before the core is offered to others
 AWAKE = 6_000  # looks before a helper goes to sleep
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
-LINE = 16  # numbers that two cores had better not write at once: two cache lines, as they are fetched in pairs
+MAY_MOVE, MOVES = 2, 3  # whether threads may move to other cores; how often one did
+LINE = 16  # numbers that two cores had better not write at once: two cache lines
 SEEN = LINE  # from there on: the core on which each thread was last, plus 1
 LOOK_AROUND = 16  # meetings from one at which threads may move to the next
 MOST_CORES = 1024  # as many as the system's own type has room for
@@ -105,14 +109,16 @@ def _get_cores(typing_context: Any, cores: Any) -> tuple:
 
 @intrinsic
 def _set_cores(typing_context: Any, cores: Any) -> tuple:
-    """Say where this thread may run. If that is not where it is, it moves before this returns."""
+    """Say where this thread may run. If that is not where it is, Linux moves it before this returns."""
     return types.int64(cores), _about_cores("sched_setaffinity")
 
 
 @njit(**OPTIONS)
 def move_over(counter: Array, tid: int, n: int) -> int:
     """To a core where no other thread of the team was last, if one of them was on this one; returns that core, or -1.
-    From there it may go wherever it might before."""
+
+    From there it may go wherever it might before; what the system had taken from all its threads just then, cores of a
+    container say, is not given back to this one."""
     here, went, crowded = _core(), -1, False
     allowed = np.zeros(MOST_CORES // 8, np.uint8)
     if here < 0 or _get_cores(allowed) < 0:
@@ -125,7 +131,11 @@ def move_over(counter: Array, tid: int, n: int) -> int:
             free[core >> 3] &= np.uint8(255 - (1 << (core & 7)))
     if crowded and free.any() and _set_cores(free) >= 0:
         went = _core()
-        _set_cores(allowed)
+        take_number(counter, MOVES)
+        counter[SEEN + tid] = went + 1  # or the next to look would think that it is still here, and follow
+        if _set_cores(allowed) < 0:  # all of these were taken away meanwhile
+            allowed[:] = 255
+            _set_cores(allowed)
     return went
 
 
@@ -141,7 +151,7 @@ def together(counter: Array, tid: int, n: int) -> bool:
         if _now(counter, LEFT) != 0:
             return False
         looks += 1
-        if looks == PATIENCE and meeting % LOOK_AROUND == 0:
+        if looks == PATIENCE and meeting % LOOK_AROUND == 0 and counter[MAY_MOVE] != 0:
             move_over(counter, tid, n)
         elif looks > PATIENCE:
             _give_way()
@@ -156,7 +166,24 @@ def queue_of(tid: int, n: int, i: int) -> int:
 
 def new_counter(n: int) -> Array:
     """What a team meets at, with up to LINE queues for each thread."""
-    return np.zeros(queue_of(n, n, 0), np.int64)
+    counter = np.zeros(first_queue(n) + n * LINE, np.int64)
+    counter[MAY_MOVE] = may_move()
+    return counter
+
+
+def first_queue(n: int) -> int:
+    """Where the queues begin."""
+    return int(queue_of.py_func(0, n, 0))  # as Python: not worth compiling for
+
+
+def may_move() -> bool:
+    """Whether threads of this process had better be side by side. Forced from one core to another, a process that gives
+    way to others may have to wait until these are through with it."""
+    if sys.platform != "linux" or os.environ.get("AUGMENT_REDUCE_STAY", "0") not in ("", "0"):
+        return False
+    with contextlib.suppress(OSError):
+        return os.getpriority(os.PRIO_PROCESS, 0) <= 0 and os.sched_getscheduler(0) == os.SCHED_OTHER
+    return False
 
 
 @njit(cache=True, **OPTIONS)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from ._cpu_meet import LEFT, helpers, new_counter, queue_of
+from ._cpu_meet import LEFT, first_queue, helpers, new_counter
 from ._cpu_push import PARTS
 from ._cpu_step import ALONE, GROUPS, HELD, ROWS, SHARES, take_steps
 from ._cpu_types import Array
@@ -88,7 +88,7 @@ class Team:
     def run(self, M: int, arguments: tuple, few: list[tuple]) -> Taken:
         """M steps; this thread is one of the team, and holds PLACES where there are others."""
         B, (others, counter) = len(self.scored[0]), (helpers(self.n - 1), self.counter)
-        counter[queue_of(0, self.n, 0) :] = 0
+        counter[first_queue(self.n) :] = 0
         out = np.empty((M, B), self.scored[0].dtype), np.zeros((M, self.n), np.int64)
         common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.met))
         try:

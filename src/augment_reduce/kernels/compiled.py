@@ -130,13 +130,13 @@ class CompiledStep:
             different = all_different(order, WORK.array("met", problem.X.n_rows, np.uint8))
             if how == ROWS and not different:  # a part would see what another has moved
                 return None
-            n = n if different else 1
+            n = n if different else 1  # a row that comes twice two of them would move
         taken = self.take(n, how, order, data, arrays, (*places, *self.plan(order, clocks, generators, wanted)))
         bounds = [torch.from_numpy(taken.bounds[i]) if wanted[i] else None for i in range(taken.n)]
         return list(zip(bounds, taken.hits.tolist(), strict=False))
 
     def threads(self, how: int, B: int) -> int:
-        """As many as there is work for in a minibatch, where no row comes twice, which two would move."""
+        """As many as there is work for in a minibatch."""
         work, most = self.work(B), PARTS if how == ROWS else most_threads()
         n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), most)
         return n if work > WORTH_THREADS else 1
