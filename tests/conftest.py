@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
@@ -16,3 +17,11 @@ def rng(seed: int) -> torch.Generator:
 def _one_thread() -> None:
     """Two workers on two cores: a thread each."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_numba_thread():
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)

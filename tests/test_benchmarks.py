@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import scipy.sparse as sp
 import torch
 
 from augment_reduce import Adagrad, AugmentReduceClassifier
-from augment_reduce.data import DatasetNotFoundError, load_dataset
+from augment_reduce.data import random_like
+from augment_reduce.experiments import sources
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -30,6 +32,16 @@ def benchmark_named(monkeypatch):
         return module
 
     return load
+
+
+@pytest.fixture
+def small_bibtex(monkeypatch):
+    """Random rows of its shape, on any machine, to train and to test on."""
+    data = random_like("bibtex", n_rows=1500)
+    sources.load.cache_clear()
+    monkeypatch.setattr(sources, "load_dataset", lambda *a, **b: replace(data, test=data.train))
+    yield
+    sources.load.cache_clear()
 
 
 def quantities(rows) -> dict[str, float]:
@@ -217,11 +229,7 @@ def test_peak_memory(benchmark_named):
     assert found["weights, states, local, GB"] == pytest.approx(2 * 4 * 10 * 785 / 1e9 + 200 * 8 / 1e9, rel=1e-6)
 
 
-def test_ablations_of_the_paper(benchmark_named, tmp_path):
-    try:
-        load_dataset("bibtex", download=False)
-    except DatasetNotFoundError:
-        pytest.skip("Bibtex is not here")
+def test_ablations_of_the_paper(benchmark_named, small_bibtex, tmp_path):
     table = tmp_path / "table.csv"
     rows = benchmark_named("ablate_paper").main(
         ["--datasets", "bibtex", "--models", "softmax", "--seeds", "0", "--iterations", "8", "--output", str(table)]
@@ -257,11 +265,7 @@ def test_held_out_rows_are_not_trained_on(benchmark_named):
     assert not any(row.tobytes() in trained for row in X_out.toarray())
 
 
-def test_from_the_papers_preset_to_the_defaults(benchmark_named, tmp_path, capsys):
-    try:
-        load_dataset("bibtex", download=False)
-    except DatasetNotFoundError:
-        pytest.skip("Bibtex is not here")
+def test_from_the_papers_preset_to_the_defaults(benchmark_named, small_bibtex, tmp_path, capsys):
     module, table = benchmark_named("ablate_defaults"), tmp_path / "table.csv"
     rows = module.main(
         ["--datasets", "bibtex", "--models", "softmax", "--seeds", "0", "--iterations", "6", "--output", str(table)]
@@ -348,3 +352,12 @@ def test_quality_by_sampled_classes(benchmark_named, tmp_path):
     assert {row["method"] for row in rows} == {"augment-reduce", "one-vs-each", "sampled-softmax", "exact"}
     assert len(table.read_text().splitlines()) == len(rows) + 1
     assert picture.stat().st_size > 10_000
+
+
+def test_kernels_side_by_side(benchmark_named, capsys):
+    found = benchmark_named("bench_kernels").main(["--tiny", "--repeats", "4"])
+    kernels = {"pair_scores", "push_pairs", "step pair", "shared_scores", "push_shared", "step shared", "draw"}
+    assert {(kernel, provider) for _, kernel, provider, _ in found} == {
+        (k, p) for k in kernels for p in ("cpu", "reference")
+    }
+    assert "tiny" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from test_kernels import (
+from kernel_steps import (
     F32,
     F64,
     OPTIMIZERS,

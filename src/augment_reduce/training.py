@@ -28,13 +28,7 @@ _MASK = (1 << 64) - 1
 
 def mix(seed: int, stream: int, count: int) -> int:
     """A well-mixed 63-bit seed from three integers (the finaliser of splitmix64, applied thrice)."""
-    z = seed & _MASK
-    for part in (stream, count, 0):
-        z = (z + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        z ^= z >> 31
-    return z >> 1
+    return mix_all(seed, stream, range(count, count + 1))[0]
 
 
 def mix_all(seed: int, stream: int, counts: range) -> list[int]:
