@@ -6,10 +6,12 @@ import numpy as np
 from numba import njit
 
 from ._cpu_lanes import LANES
+from ._cpu_math import row_sum
 from ._cpu_types import OPTIONS, Array, Groups
 from ._cpu_work import WORK, all_below, equal
 
 U1 = np.uint64(1)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 
 
 @njit(cache=True, **OPTIONS)
@@ -138,23 +140,37 @@ def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, 
             out[b, s] = pick + (pick >= label)
 
 
+@njit(**OPTIONS)
+def _uniform(seed: int, i: int) -> float:
+    """Number i of splitmix, which depends on the seed and i alone."""
+    z = np.uint64(seed) + GOLDEN * np.uint64(i + 1)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return np.float64(z >> np.uint64(11)) * 2.0**-53
+
+
 @njit(cache=True, **OPTIONS)
 def splitmix(seed: int, out: Array) -> None:
     """`reference.uniforms`, flat."""
     for i in range(out.shape[0]):
-        z = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(i + 1)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        out[i] = np.float64(z >> np.uint64(11)) * 2.0**-53
+        out[i] = _uniform(seed, i)
+
+
+@njit(cache=True, **OPTIONS)
+def shuffle(seed: int, a: Array) -> None:
+    """Fisher and Yates: the last is swapped with one of all, the one before it with one of those that are left, ..."""
+    n = a.shape[0]
+    for i in range(n - 1, 0, -1):
+        j = min(int(_uniform(seed, n - 1 - i) * (i + 1)), i)
+        a[i], a[j] = a[j], a[i]
 
 
 @njit(cache=True, **OPTIONS)
 def with_label(grad: Array, scale: Array, each: int, out: Array) -> None:
     """out[b, 1:] = grad[b] scale[b each], out[b, 0] = minus their sum."""
     for b in range(grad.shape[0]):
-        by, total = scale[b * each], grad.dtype.type(0)
+        by = scale[b * each]
         for s in range(grad.shape[1]):
             out[b, 1 + s] = grad[b, s] * by
-            total += out[b, 1 + s]
-        out[b, 0] = -total
+        out[b, 0] = -row_sum(out[b, 1:])

@@ -13,7 +13,7 @@ from numba import njit
 from torch import Tensor
 
 from ..noise import LOG_SQRT_2PI, Logistic, Normal
-from ._cpu_math import exp, log
+from ._cpu_math import exp, log, row_max, row_sum
 from ._cpu_noise import logistic, normal, normal_log_cdf
 from ._cpu_types import OPTIONS, Array
 
@@ -37,19 +37,13 @@ def _sums(gap: Array, log_weight: Array, per_row: int, shift: Array, out: Array,
     """shift = the row's largest gap, out = omega e^(gap - shift), log_sum = log sum omega e^gap."""
     least, flat = np.finfo(gap.dtype).min, out.reshape(-1)  # not -inf: where all are masked there would be -inf + inf
     for b in range(gap.shape[0]):
-        top = least
-        for s in range(gap.shape[1]):
-            top = max(top, gap[b, s])
-        shift[b] = top
+        shift[b] = top = row_max(gap[b], least)
         for s in range(gap.shape[1]):
             out[b, s] = gap[b, s] + (log_weight[b * per_row] - top)
     for i in range(flat.shape[0]):  # all rows in one loop: a row of one class has nothing to be done in vectors
         flat[i] = exp(flat[i])
     for b in range(gap.shape[0]):
-        total = gap.dtype.type(0)
-        for s in range(gap.shape[1]):
-            total += out[b, s]
-        log_sum[b] = total
+        log_sum[b] = row_sum(out[b])
     for b in range(gap.shape[0]):
         log_sum[b] = log(log_sum[b]) + shift[b]
 
@@ -131,11 +125,9 @@ def _hazards(model: int, eps: Array, gap: Array, omega: Array, per_row: int, out
         for i in range(flat.shape[0]):
             flat[i] = logistic(flat[i])
     for b in range(gap.shape[0]):
-        total = zero
         for s in range(gap.shape[1]):
             out[b, s] = omega[b * per_row] * out[b, s] if gap[b, s] > masked else zero
-            total += out[b, s]
-        sums[b] = total
+        sums[b] = row_sum(out[b])
 
 
 @njit(**OPTIONS)

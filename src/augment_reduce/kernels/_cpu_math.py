@@ -146,3 +146,24 @@ def _log(x: Any) -> Any:
         return compiled(x)
 
     return implementation
+
+
+@njit(**{**OPTIONS, "fastmath": {"reassoc", "nsz"}})
+def row_sum(a: Any) -> Any:
+    """Sum of a line of numbers, in whatever order is fastest: the next need not wait for the one before it."""
+    total = a.dtype.type(0)
+    for i in range(a.shape[0]):
+        total += a[i]
+    return total
+
+
+@njit(**OPTIONS)
+def row_max(a: Any, least: Any) -> Any:
+    """The largest of a line of numbers, or `least`; four at a time, for the same reason."""
+    n = a.shape[0]
+    t0 = t1 = t2 = t3 = least
+    for i in range(0, n // 4 * 4, 4):
+        t0, t1, t2, t3 = max(t0, a[i]), max(t1, a[i + 1]), max(t2, a[i + 2]), max(t3, a[i + 3])
+    for i in range(n // 4 * 4, n):
+        t0 = max(t0, a[i])
+    return max(max(t0, t1), max(t2, t3))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ._cpu_classes import cut, floyd, sort, splitmix, with_label
+from ._cpu_classes import GOLDEN, cut, floyd, sort, splitmix, with_label
 from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
 from ._cpu_meet import queue_of, take_number, together
 from ._cpu_push import push_groups, step_summed, sum_biases, sum_rows
@@ -28,29 +28,32 @@ from ._cpu_rules import push_biases
 from ._cpu_scores import SUMS, pairs_dense, pairs_sparse, score_rows
 from ._cpu_types import OPTIONS, Array
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
 ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what rows do instead of a count
 ROWS_DRAWN = 32  # rows in a share of that job
 SCORES, PUSH, DRAW, JOB, BY_ROWS = 0, 1, 2, 3, 4  # queues of shares, one for each thread; of JOB there is but one
 SHARES = 8  # of the classes for each thread, where there are several
+AT_A_TIME = 2048  # numbers drawn before their classes are: they stay in the first cache
 HELD = 2  # minibatches whose pairs are held: one that is sorted, or pushed, while the other is drawn
 
 
 @njit(**OPTIONS)
 def _draw(
-    lo: int, hi: int, seed: int, rows: Array, all_labels: Array, n_classes: int, drawn: tuple, pairs: Array,
-    table: Array,
-) -> None:  # fmt: skip
+    lo: int, hi: int, seed: int, rows: Array, all_labels: Array, n_classes: int, pairs: Array, table: Array
+) -> None:
     """Rows lo..hi: pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement.
 
-    Number i of splitmix depends on the seed and i alone.
+    A stretch of rows at a time: number i of splitmix depends on the seed and i alone.
     """
-    u, labels = drawn
-    for b in range(lo, hi):
-        labels[b] = pairs[b, 0] = all_labels[rows[b]]
-    splitmix(np.uint64(seed) + GOLDEN * np.uint64(lo * u.shape[1]), u[lo:hi].reshape(-1))
-    floyd(lo, hi, u, n_classes - 1, labels, pairs[:, 1:], table)
+    S = pairs.shape[1] - 1
+    m = max(8, AT_A_TIME // max(1, S))  # not fewer: `floyd` clears its table each time
+    u, labels = np.empty((m, S)), np.empty(m, np.int64)
+    for first in range(lo, hi, m):
+        last = min(hi, first + m)
+        for b in range(first, last):
+            labels[b - first] = pairs[b, 0] = all_labels[rows[b]]
+        splitmix(np.uint64(seed) + GOLDEN * np.uint64(first * S), u[: last - first].reshape(-1))
+        floyd(0, last - first, u, n_classes - 1, labels, pairs[first:last, 1:], table)
 
 
 @njit(**OPTIONS)
@@ -228,12 +231,12 @@ def _by_rows(
     """
     (order, places, seeds, us, bound), (labels, weights, x), weight, bias = plan, data, arrays[0], arrays[3]
     (psi, grads, well), rows, at, u, n_hits = scored[:3], order[i], places[i], us[i], 0
-    pairs, whole, met, B, m = drawn[1][i % HELD], summed[4], summed[5], order.shape[1], well.shape[0]
+    pairs, whole, met, B, m = drawn[i % HELD], summed[4], summed[5], order.shape[1], well.shape[0]
     j = _claim(tid, n, counter, BY_ROWS, m)
     while j >= 0:
         lo, hi = B * j // m, B * (j + 1) // m
         if how == ROWS:
-            _draw(lo, hi, seeds[i], rows, labels, bias.shape[0], (drawn[0], drawn[2]), pairs, table)
+            _draw(lo, hi, seeds[i], rows, labels, bias.shape[0], pairs, table)
             score_rows(pairs[lo:hi], x, at[lo:hi], weight, bias, psi[lo:hi])
         elif how == BIASES:
             _score_biases(lo, hi, pairs, bias, psi)
@@ -299,7 +302,7 @@ def _prepare(
     """What minibatch i needs: to be sorted while the next is drawn; or to be drawn while biases go where the one before
     it says."""
     order, begin, end, seeds = plan
-    (M, B), pairs, K, to_draw = order.shape, drawn[1], arrays[3].shape[0], i + 1 if how == GROUPS else i
+    (M, B), pairs, K, to_draw = order.shape, drawn, arrays[3].shape[0], i + 1 if how == GROUPS else i
     m = (B + ROWS_DRAWN - 1) // ROWS_DRAWN if n > 1 else 1
     if _first_to_come(n, counter):
         if how == BIASES:
@@ -310,7 +313,7 @@ def _prepare(
     j = _claim(tid, n, counter, DRAW, m) if to_draw < M else -1
     while j >= 0:
         lo, hi, own = B * j // m, B * (j + 1) // m, pairs[to_draw % HELD]
-        _draw(lo, hi, seeds[to_draw], order[to_draw], labels, K, (drawn[0], drawn[2]), own, table)
+        _draw(lo, hi, seeds[to_draw], order[to_draw], labels, K, own, table)
         j = _claim(tid, n, counter, DRAW, m)
 
 
@@ -334,7 +337,7 @@ def take_steps(
     rule = (kinds[0], kinds[1], r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7])
     if how != ROWS:
         lo, hi = B * tid // n, B * (tid + 1) // n
-        _draw(lo, hi, seeds[0], order[0], labels, bias.shape[0], (drawn[0], drawn[2]), drawn[1][0], table)
+        _draw(lo, hi, seeds[0], order[0], labels, bias.shape[0], drawn[0], table)
         if not together(counter, tid, n):
             return ALONE
     if how == GROUPS:
@@ -370,7 +373,7 @@ def take_steps(
         if how == GROUPS:
             _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
         elif how == ROWS:
-            _push_rows(tid, n, counter, drawn[1][i % HELD], flat, share, arrays, rule, summed, few)
+            _push_rows(tid, n, counter, drawn[i % HELD], flat, share, arrays, rule, summed, few)
         if how != BIASES and not together(counter, tid, n):
             return ALONE
         if how != ROWS:

@@ -69,7 +69,7 @@ class Team:
         pairs, most = B * (1 + S), min(K, B * (1 + S))
         sorted_, k, parts = (pairs, 0, 0) if how == GROUPS else (0, K, PARTS if how == ROWS else 0)
         self.n, self.counter = n, new_counter(n)
-        self.drawn = np.empty((B, S)), np.empty((HELD, B, 1 + S), np.int64), np.empty(B, np.int64)
+        self.drawn = np.empty((HELD, B, 1 + S), np.uint32)
         self.grouped = (
             np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
             np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64), np.empty(sorted_ + 1, np.int64),
