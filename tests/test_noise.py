@@ -129,6 +129,16 @@ def test_float64_agrees_with_mpmath_from_end_to_end(noise, function):
     assert worst(noise, function, WIDE, torch.float64) < 1e-12
 
 
+@every_function
+def test_the_compiled_normal_agrees_with_mpmath_as_well(function):
+    """In inference mode, where training and prediction run, Numba takes over: the limits of the two tests beside it."""
+    with torch.inference_mode():
+        assert worst(Normal(), function, WIDE, torch.float64) < 1e-12
+        assert worst(Normal(), function, np.linspace(-5, 3, 801), torch.float32) < 1e-6
+        assert worst(Normal(), function, both_signs(np.linspace(0.03, 20, 301)), torch.float32) < 2e-5
+        assert Normal().log_cdf(torch.tensor([math.nan, math.inf, -math.inf])).tolist()[1:] == [0.0, -math.inf]
+
+
 @built_in
 @every_function
 def test_float32_agrees_with_mpmath_from_end_to_end(noise, function):

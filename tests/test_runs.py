@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
+from user_noises import Laplace
 
 from augment_reduce import AugmentReduceClassifier, CrossFitted, fitting, vem
 from augment_reduce.kernels import _cpu_alike, _cpu_batch, _cpu_pointers, _cpu_runs, compiled, cpu, device, reference
@@ -186,14 +187,39 @@ def test_one_pass_over_the_runs_makes_the_numbers_of_the_torch_operations(
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_a_label_far_above_or_below_all_others_stays_finite():
+@pytest.mark.parametrize("model", ["probit", "logistic"])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("prior", "weighted", "floor"), [(True, True, 1.0), (False, False, 0.0), (True, False, None)])
+@pytest.mark.parametrize("sampler", [FeaturePointed(3, 4), HeadAndTail(), FrequencyShared(), FeaturePointed(40, 40)])
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_one_pass_makes_the_numbers_of_the_torch_operations_for_other_noises(
+    sampler, prior, weighted, floor, known, scale, model, monkeypatch
+):
+    """As for softmax."""
+    monkeypatch.setattr("augment_reduce.kernels._cpu_work.WORTH_A_THREAD", 1)
+    X, y, document = documents(dtype=np.float64)
+    changes = {"model": model, "sampler": sampler, "local": CrossFitted(floor=floor), "dtype": torch.float64}
+    changes |= {} if prior else {"prior": None}
+    changes |= {} if weighted else {"sample_weight": None}
+    changes |= {"alike": document} if known else {}
+    problem = problem_of(X, y, **changes)
+    plain, plain_hits = after_steps(problem, torch.float64, ROWS, scale)
+    problem.may_compile = True
+    passed, hits = after_steps(problem, torch.float64, ROWS, scale)
+    assert hits == plain_hits
+    for expected, found in zip(plain, passed, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
+def test_a_label_far_above_or_below_all_others_stays_finite(model):
     """psi_y up to 300 above and below: beyond what a float32 exponential reaches."""
     X, y, document = documents()
-    problem = problem_of(X, y, alike=document, prior=None, optimizer=Adam(1e-3))
+    problem = problem_of(X, y, model=model, alike=document, prior=None, optimizer=Adam(1e-3))
     problem.may_compile = True
     found, _ = after_steps(problem, torch.float32, ROWS, scale=150.0)
     assert all(torch.isfinite(t).all() for t in found)
-    plain = problem_of(X, y, alike=document, prior=None, optimizer=Adam(1e-3))
+    plain = problem_of(X, y, model=model, alike=document, prior=None, optimizer=Adam(1e-3))
     expected, _ = after_steps(plain, torch.float32, ROWS, scale=150.0)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=2e-3)
 
@@ -276,7 +302,8 @@ def test_only_the_default_with_shared_classes_goes_by_runs():
     X, y, _ = documents()
     assert compiled.possible(problem_of(X, y), torch.float32)
     assert not compiled.possible(problem_of(X, y), torch.float64)
-    for changes in ({"model": "probit"}, {"method": "sampled-softmax"}, {"sampler": AllClasses()}):
+    assert compiled.possible(problem_of(X, y, model="probit"), torch.float32)
+    for changes in ({"model": Laplace()}, {"method": "sampled-softmax"}, {"sampler": AllClasses()}):
         assert not compiled.possible(problem_of(X, y, **changes), torch.float32)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .noise import Noise
+from .noise import Noise, may_be_compiled
 from .quadrature import log_likelihood_and_grad
 
 
@@ -87,6 +87,10 @@ def unmasked(gap: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def noise_bound(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
     """Eq. (7):  L = E_q[log phi(eps) + sum_{k != y} log Phi(eps - gap_k)] + H[q]  <=  log p(y | psi), any noise."""
+    if may_be_compiled(noise, gap):
+        from .kernels import _cpu_noise_rows
+
+        return _cpu_noise_rows.noise_bound(noise, gap, log_weight, q)
     omega, gap = unmasked(gap, log_weight)
     log_cdf = noise.log_cdf(q.eps[:, None, :] - gap[:, :, None]) @ q.weight
     return noise.log_prob(q.eps) @ q.weight + (omega * log_cdf).sum(dim=-1) + q.entropy
@@ -94,8 +98,22 @@ def noise_bound(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tens
 
 def noise_bound_grad(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
     """dL/dgap_k = -omega_k E_q[(phi / Phi)(eps - gap_k)], q held."""
+    if may_be_compiled(noise, gap):
+        from .kernels import _cpu_noise_rows
+
+        return _cpu_noise_rows.noise_bound_grad(noise, gap, log_weight, q)
     omega, gap = unmasked(gap, log_weight)
     return -omega * (noise.dlog_cdf(q.eps[:, None, :] - gap[:, :, None]) @ q.weight)
+
+
+def log_cdf_sums(noise: Noise, gap: Tensor, log_weight: Tensor, eps: Tensor) -> Tensor:
+    """(B,) sum_{k != y} omega_k log Phi(eps - gap_k): how likely every rival's utility is below eps (B,)."""
+    if may_be_compiled(noise, gap):
+        from .kernels import _cpu_noise_rows
+
+        return _cpu_noise_rows.log_cdf_sums(noise, gap, log_weight, eps)
+    omega, gap = unmasked(gap, log_weight)
+    return (omega * noise.log_cdf(eps[:, None] - gap)).sum(dim=-1)
 
 
 def one_vs_each(gap: Tensor, log_weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes as in `bounds`: gap (B, S), log_weight broadcastable to it, mu and precis
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -14,14 +15,19 @@ from torch import Tensor
 
 from . import bounds
 from .bounds import Nodes
-from .noise import Noise
+from .noise import Noise, may_be_compiled
+
+
+@functools.cache
+def standard_nodes(n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss-Hermite nodes of a standard Normal, and their weights, which sum to one."""
+    node, weight = np.polynomial.hermite_e.hermegauss(n_nodes)
+    return node, weight / weight.sum()
 
 
 def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
     """Gauss-Hermite nodes of N(mu, 1 / precision), with its entropy 1/2 log(2 pi e / precision)."""
-    z, weight = np.polynomial.hermite_e.hermegauss(n_nodes)
-    node = torch.as_tensor(z, dtype=mu.dtype)
-    node_weight = torch.as_tensor(weight / weight.sum(), dtype=mu.dtype)
+    node, node_weight = (torch.as_tensor(numbers, dtype=mu.dtype) for numbers in standard_nodes(n_nodes))
     eps = mu[:, None] + node * precision.rsqrt()[:, None]
     return Nodes(eps, node_weight, 0.5 * (math.log(2.0 * math.pi * math.e) - torch.log(precision)))
 
@@ -34,7 +40,12 @@ def newton_slopes(
     Of a noise that need not be smooth, E_q[f''] = precision E_q[(eps - mu) f'] (Stein): nodes do not see what f'' has
     in a kink.
     """
-    eps, node_weight, _ = gaussian_nodes(mu, precision, n_nodes)
+    q = gaussian_nodes(mu, precision, n_nodes)
+    if may_be_compiled(noise, gap):
+        from .kernels import _cpu_noise_rows
+
+        return _cpu_noise_rows.newton_slopes(noise, gap, log_weight, q)
+    eps, node_weight, _ = q
     omega, gap = bounds.unmasked(gap, log_weight)
     if noise.smooth_log_concave:
         slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
@@ -80,10 +91,9 @@ def fit_gaussian(
 def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_halvings: int = 8) -> Tensor:
     """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
     top = gap.amax(dim=-1).clamp_min(0.0)  # masked pairs are -inf
-    omega, gap = bounds.unmasked(gap, log_weight)
     low, high = top - 8.0, top + 40.0
     for _ in range(n_halvings):
         middle = 0.5 * (low + high)
-        above = (omega * noise.log_cdf(middle[:, None] - gap)).sum(dim=-1) > -math.log(2.0)
+        above = bounds.log_cdf_sums(noise, gap, log_weight, middle) > -math.log(2.0)
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)
     return 0.5 * (low + high)

@@ -191,6 +191,10 @@ class Normal(LocationScale):
         return (-0.5 * eps) * eps - LOG_SQRT_2PI  # in this order it overflows only where ε²/2 does
 
     def log_cdf(self, eps: Tensor) -> Tensor:
+        if _compiled(eps):
+            from .kernels import _cpu_noise
+
+            return _cpu_noise.log_cdf(eps)
         return _closed(eps, self._log_cdf, self.dlog_cdf)
 
     def dlog_prob(self, eps: Tensor) -> Tensor:
@@ -289,6 +293,11 @@ def _by_autograd(function: Elementwise, eps: Tensor) -> Tensor:
             return torch.zeros_like(eps)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=again, materialize_grads=True)
         return slope.clone()  # where all is zero (twice through abs, say) autograd returns a tensor without memory
+
+
+def may_be_compiled(noise: Noise, numbers: Tensor) -> bool:
+    """Whether `kernels._cpu_noise_rows` may take sums over classes over: it knows two noises."""
+    return type(noise) in (Normal, Logistic) and _compiled(numbers)
 
 
 def _compiled(eps: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""phi / Phi of the built-in noises, one pass over an array; `noise` says them in torch operations, their oracle.
+"""log Phi and phi / Phi of the built-in noises, one pass over an array; `noise` has them in torch, their oracle.
 
 Twenty small torch operations for the Normal take longer than all else in a small step; this is one.
 Compiled into `_cpu_local` too: whoever changes this deletes `__pycache__/*.nbi` beside it.
@@ -16,12 +16,17 @@ from numba.extending import overload
 from torch import Tensor
 
 from ..noise import LOG_SQRT_2PI, TAIL_CENTRE, _tail_gap_coefficients
-from ._cpu_math import _exp32, _exp64, _log32, _log64, exp
+from ._cpu_math import _exp32, _exp64, _log32, _log64, _named, exp
 from ._cpu_types import OPTIONS, Array
+from ._cpu_work import run, split
+
+BLOCK = 4096  # numbers that go to one thread
+A_NUMBER = 2  # multiply-adds that take as long as one of them, or so
 
 
-def _normal_of(number: type, exponential: Callable, logarithm: Callable) -> tuple[Callable, Callable, Callable]:
-    """x -> (log Phi)', x -> (log Phi)'' and x -> log Phi, by the table in `noise.Normal`.
+def _normal_of(number: type, exponential: Callable, logarithm: Callable) -> tuple[Callable, ...]:
+    """x -> (log Phi)', x -> (log Phi)'' and x -> log Phi, by the table in `noise.Normal`; the first two of many x at
+    once, times weights.
 
     Each returns one number: of a pair, the compiler makes no vectors. The two sides of zero are ordered, so that
     clamping infinity between them chooses, as in `noise._by_sign`.
@@ -56,12 +61,26 @@ def _normal_of(number: type, exponential: Callable, logarithm: Callable) -> tupl
 
     def log_cdf(x: Any) -> Any:
         a = min(abs(x), far) if x == x else x
-        lower = minus_half * a * a - log_norm - logarithm(a + delta(a))
-        upper = logarithm(one - exponential(lower))
-        return max(lower, min(upper, -infinity if x < zero else infinity))
+        rho, log_phi = a + delta(a), minus_half * abs(x) * abs(x) - log_norm
+        below, tail = x < zero, exponential(log_phi) / rho
+        left = one - tail
+        value = logarithm(rho if below else left)  # one logarithm for both sides
+        upper = value * (tail / (one - left)) if left < one else -tail  # log(1 - tail), what 1 - tail lost made up for
+        return log_phi - value if below else upper if x == x else x
+
+    def weighted_slopes(eps: Any, gap: Array, weight: Array, first: Array, second: Array) -> None:
+        for k in range(gap.shape[0]):
+            x = eps - gap[k]
+            a = min(abs(x), far) if x == x else x
+            tail = delta(a)
+            phi = exponential(minus_half * a * a - log_norm)
+            r = phi / (one - phi / (a + tail))
+            hazard = a + tail if x < zero else r
+            first[k] = weight[k] * hazard
+            second[k] = -weight[k] * hazard * (tail if x < zero else a + r)
 
     hazard, bend, log_cdf = (njit(inline="always", **OPTIONS)(f) for f in (hazard, bend, log_cdf))
-    return hazard, bend, log_cdf
+    return hazard, bend, log_cdf, njit(**OPTIONS)(_named(weighted_slopes, number))
 
 
 _NORMAL = {types.float32: _normal_of(np.float32, _exp32, _log32), types.float64: _normal_of(np.float64, _exp64, _log64)}
@@ -90,6 +109,21 @@ normal_bend = _normal_function("(log Phi)'' of the Normal", 1)
 normal_log_cdf = _normal_function("log Phi of the Normal", 2)
 
 
+def weighted_normal_slopes(eps: Any, gap: Array, weight: Array, first: Array, second: Array) -> None:
+    """weight times (log Phi)' and (log Phi)'' of the Normal at eps - gap: they share all that takes time."""
+    raise TypeError("For compiled code.")
+
+
+@overload(weighted_normal_slopes)
+def _weighted_normal_slopes(eps: Any, gap: Any, weight: Any, first: Any, second: Any) -> Any:
+    compiled = _NORMAL[gap.dtype][3]
+
+    def implementation(eps: Any, gap: Any, weight: Any, first: Any, second: Any) -> Any:
+        compiled(eps, gap, weight, first, second)
+
+    return implementation
+
+
 @njit(**OPTIONS)
 def logistic(x: Any) -> Any:
     """(log Phi)' of the logistic at x: 1 / (1 + e^x)."""
@@ -97,28 +131,45 @@ def logistic(x: Any) -> Any:
 
 
 @njit(cache=True, **OPTIONS)
-def normal_hazard(x: Array, out: Array) -> None:
-    for i in range(x.shape[0]):
+def normal_log_cdfs(lo: int, hi: int, x: Array, out: Array) -> None:
+    for i in range(lo, hi):
+        out[i] = normal_log_cdf(x[i])
+
+
+@njit(cache=True, **OPTIONS)
+def normal_hazard(lo: int, hi: int, x: Array, out: Array) -> None:
+    for i in range(lo, hi):
         out[i] = normal(x[i])
 
 
 @njit(cache=True, **OPTIONS)
-def normal_slopes(x: Array, out: Array, out2: Array) -> None:
-    for i in range(x.shape[0]):
+def normal_slopes(lo: int, hi: int, x: Array, out: Array, out2: Array) -> None:
+    for i in range(lo, hi):
         out[i] = normal(x[i])
-    for i in range(x.shape[0]):
+    for i in range(lo, hi):
         out2[i] = normal_bend(x[i])
 
 
+def _of_each(kernel: Callable[..., None], eps: Tensor, n_results: int) -> tuple[Tensor, ...]:
+    """Fresh tensors of the shape of `eps`, by all cores."""
+    results = tuple(torch.empty(eps.shape, dtype=eps.dtype) for _ in range(n_results))
+    n_blocks = -(-eps.numel() // BLOCK)
+    ends = [min(eps.numel(), BLOCK * cut) for cut in split(n_blocks, lambda: np.full(n_blocks, A_NUMBER * BLOCK))]
+    run(kernel, ends, tuple(each.contiguous().view(-1).numpy() for each in (eps, *results)), [()] * (len(ends) - 1))
+    return results
+
+
+def log_cdf(eps: Tensor) -> Tensor:
+    """log Phi of the Normal."""
+    return _of_each(normal_log_cdfs, eps, 1)[0]
+
+
 def dlog_cdf(eps: Tensor) -> Tensor:
-    """phi / Phi of the Normal, in a fresh tensor of the shape of `eps`."""
-    out = torch.empty(eps.shape, dtype=eps.dtype)
-    normal_hazard(eps.contiguous().view(-1).numpy(), out.view(-1).numpy())
-    return out
+    """phi / Phi of the Normal."""
+    return _of_each(normal_hazard, eps, 1)[0]
 
 
 def dlog_cdf_and_derivative(eps: Tensor) -> tuple[Tensor, Tensor]:
     """phi / Phi of the Normal and its derivative."""
-    out, out2 = torch.empty(eps.shape, dtype=eps.dtype), torch.empty(eps.shape, dtype=eps.dtype)
-    normal_slopes(eps.contiguous().view(-1).numpy(), out.view(-1).numpy(), out2.view(-1).numpy())
-    return out, out2
+    first, second = _of_each(normal_slopes, eps, 2)
+    return first, second

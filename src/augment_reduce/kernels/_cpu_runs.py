@@ -20,7 +20,7 @@ NEARLY_ALL = 1e-6  # of a sum: what is left when so much of it is taken away has
 
 
 @njit(**OPTIONS)
-def _hide(psi: Array, own: Array, n_own: int, S: int, last: Array, before: Array) -> None:
+def hide(psi: Array, own: Array, n_own: int, S: int, last: Array, before: Array) -> None:
     """-inf for a shared class that the run has for itself, and for the places that none of its own fills."""
     for p in range(n_own):
         s = last[own[p]]
@@ -32,7 +32,7 @@ def _hide(psi: Array, own: Array, n_own: int, S: int, last: Array, before: Array
 
 
 @njit(**OPTIONS)
-def _columns_of(label: int, own: Array, n_own: int, S: int, last: Array, before: Array, out: Array) -> int:
+def columns_of(label: int, own: Array, n_own: int, S: int, last: Array, before: Array, out: Array) -> int:
     """The columns in which the label stands, and how many."""
     n, s = 0, last[label]
     while s != NOBODY:
@@ -43,6 +43,21 @@ def _columns_of(label: int, own: Array, n_own: int, S: int, last: Array, before:
             out[n] = S + p
             n += 1
     return n
+
+
+@njit(**OPTIONS)
+def shares_of_run(psi: Array, omega: Array, scale: float, out: Array) -> None:
+    """The weight of a run in the prior of its classes; none where a class is hidden."""
+    for k in range(psi.shape[0]):
+        out[k] = omega[k] * scale if psi[k] > -np.inf else 0
+
+
+@njit(**OPTIONS)
+def share_of_label(columns: Array, omega: Array, scale: float, out: Array) -> None:
+    """Takes out of it what a row's label would have beside the label's own."""
+    for i in range(columns.shape[0]):
+        if out[columns[i]] > 0:
+            out[columns[i]] -= omega[columns[i]] * scale
 
 
 @njit(**OPTIONS)
@@ -93,11 +108,10 @@ def cross_fitted_runs(
     S, share, least = C - own.shape[1], 1.0 / stands.shape[0], np.exp(-floor)
     all_stands, all_given, pull = np.zeros(H), np.zeros(H), np.zeros(H)
     for u in range(lo, hi):
-        e, rows = psi[u], start[u + 1] - start[u]
-        _hide(e, own[u], n_own[u], S, last, before)
+        e = psi[u]
+        hide(e, own[u], n_own[u], S, last, before)
         if shares.shape[0] > 0:
-            for k in range(C):
-                shares[u, k] = omega[k] * prior_scale * rows if e[k] > -np.inf else 0
+            shares_of_run(e, omega, prior_scale * (start[u + 1] - start[u]), shares[u])
         top = e.max()
         top = top if top > -np.inf else e.dtype.type(0)
         for k in range(C):
@@ -108,7 +122,7 @@ def cross_fitted_runs(
         for b in range(start[u], start[u + 1]):
             ahead = np.float64(psi_y[b]) - np.float64(top)
             unit, e_y = (np.exp(-ahead), 1.0) if ahead > 0 else (1.0, np.exp(ahead))
-            n = _columns_of(labels[b], own[u], n_own[u], S, last, before, columns)
+            n = columns_of(labels[b], own[u], n_own[u], S, last, before, columns)
             scale, total = np.float64(scales[b * each]), 0.0
             if bound.shape[0] > 0:
                 bound[b] = 0
@@ -128,9 +142,7 @@ def cross_fitted_runs(
                     back[columns[i]] += by * unit * np.float64(given[h, columns[i]])
             grad_y[b] = total
             if shares.shape[0] > 0:
-                for i in range(n):
-                    if shares[u, columns[i]] > 0:
-                        shares[u, columns[i]] -= omega[columns[i]] * prior_scale
+                share_of_label(columns[:n], omega, prior_scale, shares[u])
         for k in range(C):
             towards = back[k]
             for h in range(H):

@@ -1,0 +1,95 @@
+"""Sums over classes of probit's and logistic's log Phi: the compiled ones are those of the torch operations."""
+
+import math
+
+import numba
+import pytest
+import torch
+from user_noises import Laplace
+
+from augment_reduce import bounds, gaussian
+from augment_reduce.kernels import _cpu_noise_rows, _cpu_work
+from augment_reduce.noise import Gumbel, Logistic, Normal, may_be_compiled
+
+NOISES = [Normal(), Logistic()]
+WEIGHTS = {"one": (), "of classes": (-1,), "of rows": (0, 1), "of pairs": (0, -1)}
+
+
+def some_rows(B, S, scale, shape, dtype=torch.float64, seed=0):
+    """(gap with a masked pair here and there, log weights, mu, precision)."""
+    generator = torch.Generator().manual_seed(seed)
+    gap = scale * torch.randn(B, S, generator=generator, dtype=torch.float64)
+    gap[torch.rand(B, S, generator=generator) < 0.1] = -math.inf
+    size = [{0: B, -1: S, 1: 1}[n] for n in shape]
+    log_weight = torch.randn(size, generator=generator, dtype=torch.float64)
+    mu = torch.randn(B, generator=generator, dtype=torch.float64) + 1.0
+    precision = torch.rand(B, generator=generator, dtype=torch.float64) * 3.0 + 0.1
+    return tuple(each.to(dtype) for each in (gap, log_weight, mu, precision))
+
+
+def all_of_them(noise, gap, log_weight, mu, precision, n_nodes=5):
+    q = gaussian.gaussian_nodes(mu, precision, n_nodes)
+    return [
+        *gaussian.newton_slopes(noise, gap, log_weight, mu, precision, n_nodes),
+        bounds.noise_bound(noise, gap, log_weight, q), bounds.noise_bound_grad(noise, gap, log_weight, q),
+        bounds.log_cdf_sums(noise, gap, log_weight, mu),
+    ]  # fmt: skip
+
+
+def compiled(noise, *numbers):
+    with torch.inference_mode():
+        return all_of_them(noise, *numbers)
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
+@pytest.mark.parametrize("shape", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (7, 1), (5, 8), (33, 61), (0, 4), (3, 0)])
+@pytest.mark.parametrize("scale", [0.5, 5.0, 500.0])
+def test_compiled_sums_are_those_of_the_torch_operations(noise, shape, B, S, scale, monkeypatch):
+    monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
+    numbers = some_rows(B, S, scale, shape)
+    for expected, found in zip(all_of_them(noise, *numbers), compiled(noise, *numbers), strict=True):
+        torch.testing.assert_close(found.clone(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
+def test_in_float32_they_are_as_close_to_the_truth(noise):
+    """No further from float64 than three times as far as the torch operations in float32, sum by sum; and no NaN."""
+    exact = some_rows(64, 300, 4.0, (-1,))
+    rough = tuple(each.float() for each in exact)
+    truth = all_of_them(noise, *(each.double() for each in rough))
+    for expected, plain, found in zip(truth, all_of_them(noise, *rough), compiled(noise, *rough), strict=True):
+        assert torch.isfinite(found).all()
+        error, allowed = ((each.double() - expected).abs().max() for each in (found, plain))
+        assert error <= 3.0 * allowed + 1e-6 * expected.abs().max()
+
+
+def test_threads_do_not_change_a_bit(monkeypatch):
+    monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("NUMBA_NUM_THREADS is 1.")
+    numbers = some_rows(37, 50, 2.0, (0, -1), torch.float32)
+    before, found = numba.get_num_threads(), []
+    try:
+        for n in (1, 2):
+            numba.set_num_threads(n)
+            found.append(compiled(Normal(), *numbers))
+    finally:
+        numba.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_only_where_nobody_records_and_the_noise_is_known(monkeypatch):
+    gap = torch.zeros(2, 3)
+    with torch.inference_mode():
+        assert may_be_compiled(Normal(), gap)
+        assert not may_be_compiled(Gumbel(), gap)
+        assert not may_be_compiled(Laplace(), gap)
+    assert not may_be_compiled(Normal(), gap)
+    calls = []
+    monkeypatch.setattr(_cpu_noise_rows, "run", lambda *a: calls.append(a))
+    numbers = some_rows(4, 3, 1.0, (-1,))
+    all_of_them(Normal(), *numbers)
+    assert not calls
+    compiled(Normal(), *numbers)
+    assert len(calls) == 4
