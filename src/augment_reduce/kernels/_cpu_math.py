@@ -66,12 +66,13 @@ def _exp_of(number: type, integer: type, mantissa: int, exponent: int, degree: i
 
     def exp(x: Any) -> Any:
         inside = min(max(x, smallest), largest)
-        n = (inside * per_log2 + rounder) - rounder
+        rounded = inside * per_log2 + rounder  # n in its lowest bits: no conversion, which few processors do in vectors
+        n = rounded - rounder
         r = (inside - n * log2_top) - n * log2_rest
         total = zero
         for coefficient in series:
             total = total * r + coefficient
-        value = total * _number_of_bits(integer((integer(n) + bias) << shift))
+        value = total * _number_of_bits(integer((_bits_of_number(rounded) + bias) << shift))
         value = zero if x < smallest else value
         value = infinity if x > largest else value
         return value if x == x else x
@@ -84,14 +85,17 @@ def _log_of(number: type, integer: type, mantissa: int, exponent: int, terms: in
 
     For normal numbers and zero; what is negative, infinite or NaN is for the caller to keep out.
     """
-    bias, shift, one_bits = integer(2 ** (exponent - 1) - 1), integer(mantissa), integer(2 ** (exponent - 1) - 1)
+    shift, one_bits = integer(mantissa), integer(2 ** (exponent - 1) - 1)
+    # The bits of 2^mantissa have room for a whole number in their lowest: that plus it, without a conversion.
+    whole = integer((mantissa + 2 ** (exponent - 1) - 1) << mantissa)
+    whole_and_bias = number(2.0**mantissa + 2 ** (exponent - 1) - 1)
     low, one, two, half = integer((1 << mantissa) - 1), number(1.0), number(2.0), number(0.5)
     root2, log2, minus_infinity, zero = number(math.sqrt(2.0)), number(LOG_2), number(-np.inf), number(0.0)
     series = tuple(number(1.0 / (2 * j + 1)) for j in range(terms, -1, -1))
 
     def log(x: Any) -> Any:
         bits = _bits_of_number(x)
-        power = number(integer(bits >> shift) - bias)
+        power = _number_of_bits(integer(integer(bits >> shift) | whole)) - whole_and_bias
         m = _number_of_bits(integer((bits & low) | integer(one_bits << shift)))
         large = m > root2
         power = power + one if large else power

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..bounds import Nodes
 
 LOG_2_PI = np.log(2.0 * np.pi)
+AT_ONCE = 512  # numbers in a block of rows, or one row
 
 
 @njit(**OPTIONS)
@@ -49,49 +50,60 @@ def d2log_prob(model: int, eps: float) -> float:
 
 
 @njit(**OPTIONS)
-def log_cdfs(model: int, eps: Any, gap: Array, omega: Array, out: Array) -> Any:
-    """sum_k omega_k log Phi(eps - gap_k)."""
-    zero, one = gap.dtype.type(0), gap.dtype.type(1)
+def log_cdfs(model: int, x: Array, omega: Array, out: Array) -> None:
+    """omega log Phi(x)."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
     if model == PROBIT:
-        for k in range(gap.shape[0]):
-            out[k] = omega[k] * normal_log_cdf(eps - gap[k])
+        for k in range(x.shape[0]):
+            out[k] = omega[k] * normal_log_cdf(x[k])
     else:
-        for k in range(gap.shape[0]):
-            x = eps - gap[k]
-            out[k] = omega[k] * (min(x, zero) - log(one + exp(-abs(x))))
-    return row_sum(out)
+        for k in range(x.shape[0]):
+            out[k] = omega[k] * (min(x[k], zero) - log(one + exp(-abs(x[k]))))
 
 
 @njit(**OPTIONS)
-def slopes(model: int, eps: Any, gap: Array, omega: Array, first: Array, second: Array) -> None:
-    """omega (log Phi)'(eps - gap) and omega (log Phi)''(eps - gap)."""
+def slopes(model: int, x: Array, omega: Array, first: Array, second: Array) -> None:
+    """omega (log Phi)'(x) and omega (log Phi)''(x)."""
     if model == PROBIT:
-        weighted_normal_slopes(eps, gap, omega, first, second)
+        weighted_normal_slopes(x, omega, first, second)
         return
-    one = gap.dtype.type(1)
-    for k in range(gap.shape[0]):
-        hazard = logistic(eps - gap[k])
+    one = x.dtype.type(1)
+    for k in range(x.shape[0]):
+        hazard = logistic(x[k])
         first[k] = omega[k] * hazard
         second[k] = -omega[k] * hazard * (one - hazard)
 
 
 @njit(**OPTIONS)
-def add_hazards(model: int, eps: Any, by: Any, gap: Array, to: Array) -> None:
-    """to += by (phi / Phi)(eps - gap)."""
+def add_hazards(model: int, x: Array, by: Any, to: Array) -> None:
+    """to += by (phi / Phi)(x)."""
     if model == PROBIT:
-        for k in range(gap.shape[0]):
-            to[k] += by * normal(eps - gap[k])
+        for k in range(x.shape[0]):
+            to[k] += by * normal(x[k])
     else:
-        for k in range(gap.shape[0]):
-            to[k] += by * logistic(eps - gap[k])
+        for k in range(x.shape[0]):
+            to[k] += by * logistic(x[k])
+
+
+# What follows takes a block of short rows side by side: of ten classes the compiler would make no vectors.
 
 
 @njit(**OPTIONS)
-def _spread(omega: Array, row: int, to: Array) -> None:
-    """A row's weights, of which there may be one for all rows, and one for all classes."""
-    of_row = omega[min(row, omega.shape[0] - 1)]
-    for k in range(to.shape[0]):
-        to[k] = of_row[k if omega.shape[1] > 1 else 0]
+def _spread(omega: Array, lo: int, hi: int, S: int, to: Array) -> None:
+    """The weights of rows lo..hi, of which there may be one for all rows, and one for all classes."""
+    for row in range(lo, hi):
+        of_row = omega[min(row, omega.shape[0] - 1)]
+        for k in range(S):
+            to[(row - lo) * S + k] = of_row[k if omega.shape[1] > 1 else 0]
+
+
+@njit(**OPTIONS)
+def _from_gaps(gap: Array, eps: Array, lo: int, hi: int, to: Array) -> None:
+    """eps - gap of rows lo..hi."""
+    S = gap.shape[1]
+    for row in range(lo, hi):
+        for k in range(S):
+            to[(row - lo) * S + k] = eps[row] - gap[row, k]
 
 
 @njit(cache=True, **OPTIONS)
@@ -99,54 +111,80 @@ def _newton_slopes(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, first: Array, second: Array,
     hazard: Array, scratch: Array,
 ) -> None:  # fmt: skip
-    of_classes, slope, bend = scratch[0], scratch[1], scratch[2]
-    for row in range(lo, hi):
-        _spread(omega, row, of_classes)
-        hazard[row] = 0
-        total, total2 = 0.0, 0.0
+    S = gap.shape[1]
+    at_once = scratch.shape[1] // max(1, S)
+    for begin in range(lo, hi, at_once):
+        end = min(hi, begin + at_once)
+        n = (end - begin) * S
+        of_classes, x, slope, bend = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n]
+        to = hazard[begin:end].reshape(-1)
+        _spread(omega, begin, end, S, of_classes)
+        to[:], first[begin:end], second[begin:end] = 0, 0, 0
         for j in range(weight.shape[0]):
-            slopes(model, eps[row, j], gap[row], of_classes, slope, bend)
-            by, at = np.float64(weight[j]), np.float64(eps[row, j])
-            total += by * (dlog_prob(model, at) + np.float64(row_sum(slope)))
-            total2 += by * (d2log_prob(model, at) + np.float64(row_sum(bend)))
-            for k in range(slope.shape[0]):
-                hazard[row, k] += weight[j] * slope[k]
-        first[row], second[row] = total, total2
+            _from_gaps(gap, eps[:, j], begin, end, x)
+            slopes(model, x, of_classes, slope, bend)
+            for row in range(begin, end):
+                at, those = np.float64(eps[row, j]), slice((row - begin) * S, (row - begin + 1) * S)
+                first[row] += weight[j] * (dlog_prob(model, at) + np.float64(row_sum(slope[those])))
+                second[row] += weight[j] * (d2log_prob(model, at) + np.float64(row_sum(bend[those])))
+            for k in range(n):
+                to[k] += weight[j] * slope[k]
 
 
 @njit(cache=True, **OPTIONS)
 def _bound_grad(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, grad: Array, scratch: Array
 ) -> None:
-    for row in range(lo, hi):
-        _spread(omega, row, scratch[0])
-        grad[row] = 0
+    S = gap.shape[1]
+    at_once = scratch.shape[1] // max(1, S)
+    for begin in range(lo, hi, at_once):
+        end = min(hi, begin + at_once)
+        n = (end - begin) * S
+        of_classes, x, to = scratch[0, :n], scratch[1, :n], grad[begin:end].reshape(-1)
+        _spread(omega, begin, end, S, of_classes)
+        to[:] = 0
         for j in range(weight.shape[0]):
-            add_hazards(model, eps[row, j], weight[j], gap[row], grad[row])
-        for k in range(grad.shape[1]):
-            grad[row, k] *= -scratch[0, k]
+            _from_gaps(gap, eps[:, j], begin, end, x)
+            add_hazards(model, x, weight[j], to)
+        for k in range(n):
+            to[k] *= -of_classes[k]
 
 
 @njit(cache=True, **OPTIONS)
 def _bound(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, value: Array, scratch: Array
 ) -> None:
-    for row in range(lo, hi):
-        _spread(omega, row, scratch[0])
-        total = 0.0
+    S = gap.shape[1]
+    at_once = scratch.shape[1] // max(1, S)
+    for begin in range(lo, hi, at_once):
+        end = min(hi, begin + at_once)
+        n = (end - begin) * S
+        of_classes, x, terms = scratch[0, :n], scratch[1, :n], scratch[2, :n]
+        _spread(omega, begin, end, S, of_classes)
+        value[begin:end] = 0
         for j in range(weight.shape[0]):
-            sums = np.float64(log_cdfs(model, eps[row, j], gap[row], scratch[0], scratch[1]))
-            total += np.float64(weight[j]) * (log_prob(model, np.float64(eps[row, j])) + sums)
-        value[row] = total
+            _from_gaps(gap, eps[:, j], begin, end, x)
+            log_cdfs(model, x, of_classes, terms)
+            for row in range(begin, end):
+                sums = np.float64(row_sum(terms[(row - begin) * S : (row - begin + 1) * S]))
+                value[row] += weight[j] * (log_prob(model, np.float64(eps[row, j])) + sums)
 
 
 @njit(cache=True, **OPTIONS)
 def _log_cdf_sums(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, value: Array, scratch: Array
 ) -> None:
-    for row in range(lo, hi):
-        _spread(omega, row, scratch[0])
-        value[row] = log_cdfs(model, eps[row], gap[row], scratch[0], scratch[1])
+    S = gap.shape[1]
+    at_once = scratch.shape[1] // max(1, S)
+    for begin in range(lo, hi, at_once):
+        end = min(hi, begin + at_once)
+        n = (end - begin) * S
+        of_classes, x, terms = scratch[0, :n], scratch[1, :n], scratch[2, :n]
+        _spread(omega, begin, end, S, of_classes)
+        _from_gaps(gap, eps, begin, end, x)
+        log_cdfs(model, x, of_classes, terms)
+        for row in range(begin, end):
+            value[row] = row_sum(terms[(row - begin) * S : (row - begin + 1) * S])
 
 
 def _over_rows(
@@ -158,7 +196,8 @@ def _over_rows(
     omega = omega.reshape((1,) * (2 - omega.ndim) + omega.shape).contiguous()
     cuts = split(B, lambda: np.full(B, A_NUMBER * n_nodes * S))
     n = len(cuts) - 1
-    scratch = WORK.array("rows_of_noise", n * 3 * S, np.dtype(str(gap.dtype).removeprefix("torch."))).reshape(n, 3, S)
+    size, kind = max(S, AT_ONCE), np.dtype(str(gap.dtype).removeprefix("torch."))
+    scratch = WORK.array("rows_of_noise", n * 4 * size, kind).reshape(n, 4, size)
     arrays = (each.contiguous().numpy() for each in (gap, omega, *rest))
     run(kernel, cuts, (MODELS[noise.name], *arrays), [(each,) for each in scratch])
 

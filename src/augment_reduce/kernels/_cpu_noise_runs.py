@@ -24,14 +24,24 @@ HALVINGS, BELOW, ABOVE, DAMPED, LEAST_PRECISION = 8, 8.0, 40.0, 0.7, 1e-2  # as 
 
 
 @njit(**OPTIONS)
-def _start(model: int, gap: Array, omega: Array, scratch: Array) -> float:
+def _beyond(eps: float, gap: Array, out: Array) -> None:
+    """out = eps - gap."""
+    of_kind = gap.dtype.type(eps)
+    for k in range(gap.shape[0]):
+        out[k] = of_kind - gap[k]
+
+
+@njit(**OPTIONS)
+def _start(model: int, gap: Array, omega: Array, x: Array, terms: Array) -> float:
     """`gaussian.median_of_the_best_rival`, and no less than zero."""
     number = gap.dtype.type
     top = np.float64(row_max(gap, number(0)))
     low, high = top - BELOW, top + ABOVE
     for _ in range(HALVINGS):
         middle = 0.5 * (low + high)
-        if log_cdfs(model, number(middle), gap, omega, scratch) > -LOG_2:
+        _beyond(middle, gap, x)
+        log_cdfs(model, x, omega, terms)  # not in place, which the compiler could not do in vectors
+        if row_sum(terms) > -LOG_2:
             high = middle
         else:
             low = middle
@@ -41,14 +51,15 @@ def _start(model: int, gap: Array, omega: Array, scratch: Array) -> float:
 @njit(**OPTIONS)
 def _best_gaussian(model: int, gap: Array, omega: Array, nodes: tuple, n_moves: int, scratch: Array) -> tuple:
     """`gaussian.fit_gaussian`: (mu, precision)."""
-    (node, weight), n, number = nodes, gap.shape[0], gap.dtype.type
-    slope, bend = scratch[0, :n], scratch[1, :n]
-    mu, precision = _start(model, gap, omega, slope), 1.0
+    (node, weight), n = nodes, gap.shape[0]
+    slope, bend, x = scratch[0, :n], scratch[1, :n], scratch[5, :n]
+    mu, precision = _start(model, gap, omega, x, slope), 1.0
     for _ in range(n_moves):
         deviation, first, second = 1.0 / np.sqrt(precision), 0.0, 0.0
         for j in range(node.shape[0]):
             eps = mu + node[j] * deviation
-            slopes(model, number(eps), gap, omega, slope, bend)
+            _beyond(eps, gap, x)
+            slopes(model, x, omega, slope, bend)
             first += weight[j] * (dlog_prob(model, eps) + np.float64(row_sum(slope)))
             second += weight[j] * (d2log_prob(model, eps) + np.float64(row_sum(bend)))
         new = (1.0 - DAMPED) * precision + DAMPED * max(-second, LEAST_PRECISION)
@@ -58,7 +69,7 @@ def _best_gaussian(model: int, gap: Array, omega: Array, nodes: tuple, n_moves: 
 
 
 @njit(**OPTIONS)
-def _pulls(model: int, q: tuple, nodes: tuple, gap: Array, omega: Array, floor: float, pull: Array) -> tuple:
+def _pulls(model: int, q: tuple, nodes: tuple, gap: Array, omega: Array, floor: float, pull: Array, x: Array) -> tuple:
     """pull = omega E_q[phi / Phi], kept as low as the floor says; their sum, and whether the floor acted."""
     (mu, precision), (node, weight), number = q, nodes, gap.dtype.type
     deviation, expected = 1.0 / np.sqrt(precision), 0.0
@@ -66,7 +77,8 @@ def _pulls(model: int, q: tuple, nodes: tuple, gap: Array, omega: Array, floor: 
     for j in range(node.shape[0]):
         eps = mu + node[j] * deviation
         expected -= weight[j] * dlog_prob(model, eps)
-        add_hazards(model, number(eps), number(weight[j]), gap, pull)
+        _beyond(eps, gap, x)
+        add_hazards(model, x, number(weight[j]), pull)
     for k in range(pull.shape[0]):
         pull[k] *= omega[k]
     total, most = np.float64(row_sum(pull)), np.exp(floor) * (1.0 + max(expected, 0.0)) - 1.0
@@ -78,14 +90,15 @@ def _pulls(model: int, q: tuple, nodes: tuple, gap: Array, omega: Array, floor: 
 
 
 @njit(**OPTIONS)
-def _bound(model: int, q: tuple, nodes: tuple, gap: Array, omega: Array, scratch: Array) -> float:
+def _bound(model: int, q: tuple, nodes: tuple, gap: Array, omega: Array, x: Array, terms: Array) -> float:
     """Eq. (7) at q, by its nodes."""
     (mu, precision), (node, weight) = q, nodes
     deviation, value = 1.0 / np.sqrt(precision), 0.5 * (LOG_2_PI_E - np.log(precision))
     for j in range(node.shape[0]):
         eps = mu + node[j] * deviation
-        sums = np.float64(log_cdfs(model, gap.dtype.type(eps), gap, omega, scratch))
-        value += weight[j] * (log_prob(model, eps) + sums)
+        _beyond(eps, gap, x)
+        log_cdfs(model, x, omega, terms)
+        value += weight[j] * (log_prob(model, eps) + np.float64(row_sum(terms)))
     return value
 
 
@@ -110,10 +123,10 @@ def cross_fitted_noise_runs(
     """As `_cpu_runs.cross_fitted_runs`, but for:
 
     - `stands`, `given`: of each half (columns, weights, how many of them), those with any weight first;
-    - `nodes`: (node, weight) of a standard Normal; `columns` (2, S + P), `scratch` (5, S + P).
+    - `nodes`: (node, weight) of a standard Normal; `columns` (2, S + P), `scratch` (6, S + P).
     """
     H, S, share = stands[0].shape[0], psi.shape[1] - own.shape[1], 1.0 / stands[0].shape[0]
-    pull, gap, weight, hidden, at = scratch[0], scratch[2], scratch[3], scratch[4], columns[1]
+    pull, gap, weight, hidden, x, at = scratch[0], scratch[2], scratch[3], scratch[4], scratch[5], columns[1]
     for u in range(lo, hi):
         e = psi[u]
         hide(e, own[u], n_own[u], S, last, before)
@@ -131,8 +144,8 @@ def cross_fitted_noise_runs(
                 q = _best_gaussian(model, gap[:m], weight[:m], nodes, n_moves, scratch)
                 m = _gaps(e, psi_y[b], given, h, gap, weight, at)
                 if bound.shape[0] > 0:
-                    value += share * _bound(model, q, nodes, gap[:m], weight[:m], pull[:m])
-                pulled, floored = _pulls(model, q, nodes, gap[:m], weight[:m], floor, pull[:m])
+                    value += share * _bound(model, q, nodes, gap[:m], weight[:m], x[:m], pull[:m])
+                pulled, floored = _pulls(model, q, nodes, gap[:m], weight[:m], floor, pull[:m], x[:m])
                 total, hits[u] = total + scale * pulled, hits[u] + floored
                 for i in range(m):
                     back[at[i]] += scale * np.float64(pull[i])

@@ -132,7 +132,7 @@ class RunsStep:
             )  # fmt: skip
             return
         assert isinstance(local, CrossFitted)
-        fits = WORK.array("fits", n * 5 * C, psi.dtype).reshape(n, 5, C)
+        fits = WORK.array("fits", n * 6 * C, psi.dtype).reshape(n, 6, C)
         how = MODELS[noise.name], standard_nodes(local.n_nodes), local.n_moves
         run(
             cross_fitted_noise_runs, cuts, (*of_classes, in_front(stands), in_front(given), *of_rows, *results, *how),
