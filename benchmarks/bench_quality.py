@@ -3,12 +3,12 @@
     python benchmarks/bench_quality.py --datasets bibtex mnist debian-5k --save
     python benchmarks/bench_quality.py --datasets debian-full --methods ours exact pecos omikuji --save
 
-Ours, `exact` and `sampled-softmax` (the same estimator with that method) and `torch exact` (torch_exact.py: what one
-would write by hand) are looked at after every few epochs, the others once, at the end of their training. Seconds are of
-training alone. Peers are optional: those not installed are left out and named. Precision is over test rows against all
-their labels; the log likelihood over (row, label) examples, of a sample of them where K is large; what it means for
-each tree is said in peers.py. "scikit-learn tuned" chooses C on a tenth of the training rows among `--grid`; its
-choosing and its last fit may take `--cap` seconds each, and are reported apart.
+Ours (softmax; probit and logistic by name), `exact` and `sampled-softmax` (the same estimator with that method) and
+`torch exact` (torch_exact.py: what one would write by hand) are looked at after every few epochs, the others once, at
+the end of their training. Seconds are of training alone. Peers are optional: those not installed are left out and
+named. Precision is over test rows against all their labels; the log likelihood over (row, label) examples, of a sample
+of them where K is large; what it means for each tree is said in peers.py. "scikit-learn tuned" chooses C on a tenth of
+the training rows among `--grid`; its choosing and its last fit may take `--cap` seconds each, and are reported apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ DATASETS = {
 }  # fmt: skip
 
 
-OURS = {"ours": "augment-reduce", "exact": "exact", "sampled-softmax": "sampled-softmax"}
+OURS = {
+    "ours": {}, "ours probit": {"model": "probit"}, "ours logistic": {"model": "logistic"},
+    "exact": {"method": "exact"}, "sampled-softmax": {"method": "sampled-softmax"},
+}  # fmt: skip
 CURVES = [*OURS, "torch exact"]
 
 
@@ -132,7 +135,7 @@ Found = list[tuple[str, dict[str, float]]]  # a name and its measures, "seconds"
 def by_epochs(method: str, task: Task, options: argparse.Namespace) -> Found:
     looks = [1.0] if options.tiny else options.exact_epochs if "exact" in method else options.epochs
     if method in OURS:
-        found = curve(task, looks, options.seed, method=OURS[method])
+        found = curve(task, looks, options.seed, **OURS[method])
     else:
         found = (
             (seconds, {"log lik": value, **precision(task, top)}) for seconds, value, top in torch_exact(task, looks)

@@ -108,7 +108,9 @@ def test_operations_and_bytes_do_not_depend_on_the_number_of_classes(benchmark_n
 
 
 def test_time_to_quality(benchmark_named, capsys):
-    rows = benchmark_named("bench_quality").main(["--tiny", "--methods", "ours", "exact", "--limit", "50"])
+    rows = benchmark_named("bench_quality").main(
+        ["--tiny", "--methods", "ours", "ours probit", "exact", "--limit", "50"]
+    )
     found = quantities(rows)
     assert {name.split(": ")[1] for name in found} == {"seconds", "log lik", "P@1", "P@5"}
     assert all(value < 0 for name, value in found.items() if name.endswith("log lik"))

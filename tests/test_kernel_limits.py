@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,7 @@ from kernel_steps import (
 )
 
 from augment_reduce.kernels import cpu, reference
-from augment_reduce.kernels._cpu_work import WORK, split
+from augment_reduce.kernels._cpu_work import WORK, run, split
 from augment_reduce.kernels.rows import SparseRows
 from augment_reduce.optim import Adagrad, SectionFour
 
@@ -172,3 +173,21 @@ def test_what_lies_outside_is_refused(bad):
         cpu.pair_scores(X, step["rows"], step["pairs"], weight.T, bias)
     with pytest.raises(ValueError, match="at most n=4"):
         cpu.draw_without_replacement(torch.rand(2, 5), 4)
+
+
+def test_threads_that_outlive_an_interrupted_call_have_its_scratch_for_themselves():
+    """The next call gets other memory: those that go on write into what they were given."""
+    written = WORK.array("scratch of a test", 8, np.float64)
+
+    def interrupted(lo, hi, scratch):
+        if lo == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        scratch[:] = 7.0
+
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, [0, 1, 2], (), [(written,), (written,)])
+    fresh = WORK.array("scratch of a test", 8, np.float64)
+    time.sleep(0.4)
+    assert written.tolist() == [7.0] * 8
+    assert fresh.tolist() == [0.0] * 8

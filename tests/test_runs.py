@@ -1,5 +1,6 @@
 """Rows that have the same features: found, kept together, scored once, and no number changed by it."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -103,9 +104,9 @@ def state_of(problem, dtype, scale=1.0):
 
 
 def after_steps(problem, dtype, rows, scale=1.0, n=2):
-    """Parameters, bounds and floor hits after n steps on the rows."""
+    """Parameters, bounds and floor hits after n steps on the rows; those of plain torch outside inference mode."""
     state, bounds, hits = state_of(problem, dtype, scale), [], 0
-    with torch.inference_mode():
+    with torch.inference_mode() if problem.may_compile else contextlib.nullcontext():
         for t in range(5, 5 + n):
             generator = torch.Generator().manual_seed(t)
             state, info = vem.step(problem, state, rows, Clock(t, 1), generator=generator)
@@ -215,13 +216,16 @@ def test_one_pass_makes_the_numbers_of_the_torch_operations_for_other_noises(
 def test_a_label_far_above_or_below_all_others_stays_finite(model):
     """psi_y up to 300 above and below: beyond what a float32 exponential reaches."""
     X, y, document = documents()
-    problem = problem_of(X, y, model=model, alike=document, prior=None, optimizer=Adam(1e-3))
+    settings = {"model": model, "alike": document, "prior": None, "optimizer": Adagrad(1.0, 1.0)}
+    problem = problem_of(X, y, **settings)
+    start = state_of(problem, torch.float32, 150.0).parameters.weight
+    expected, _ = after_steps(problem, torch.float32, ROWS, scale=150.0, n=1)
     problem.may_compile = True
-    found, _ = after_steps(problem, torch.float32, ROWS, scale=150.0)
+    found, _ = after_steps(problem, torch.float32, ROWS, scale=150.0, n=1)
     assert all(torch.isfinite(t).all() for t in found)
-    plain = problem_of(X, y, model=model, alike=document, prior=None, optimizer=Adam(1e-3))
-    expected, _ = after_steps(plain, torch.float32, ROWS, scale=150.0)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=2e-3)
+    moved = expected[0] - start
+    assert moved.abs().max() > 0.5
+    torch.testing.assert_close(found[0] - start, moved, rtol=1e-2, atol=1e-2)
 
 
 def test_what_is_left_beside_a_label_that_is_nearly_all_keeps_its_digits():

@@ -73,9 +73,9 @@ class Amortised(LocalStep):
         state["learned"] = torch.zeros(1, dtype=torch.int64)
 
     def knows(self, state: LocalState, noise: Noise, n_classes: int) -> bool:
-        """Whether this is a state of the same model over as many classes: they start alike, and no others do.
+        """Whether this is a state of the same model over about as many classes: they start alike.
 
-        But for rounding: machines differ in it, and a file may come from another.
+        But for rounding, in which machines differ; with 90,000 classes one more of them is no more than that.
         """
         if "start" not in state:
             return False

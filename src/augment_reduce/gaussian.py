@@ -27,7 +27,7 @@ def standard_nodes(n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def gaussian_nodes(mu: Tensor, precision: Tensor, n_nodes: int) -> Nodes:
     """Gauss-Hermite nodes of N(mu, 1 / precision), with its entropy 1/2 log(2 pi e / precision)."""
-    node, node_weight = (torch.as_tensor(numbers, dtype=mu.dtype) for numbers in standard_nodes(n_nodes))
+    node, node_weight = (torch.tensor(numbers, dtype=mu.dtype) for numbers in standard_nodes(n_nodes))
     eps = mu[:, None] + node * precision.rsqrt()[:, None]
     return Nodes(eps, node_weight, 0.5 * (math.log(2.0 * math.pi * math.e) - torch.log(precision)))
 

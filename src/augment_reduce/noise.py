@@ -302,7 +302,7 @@ def may_be_compiled(noise: Noise, numbers: Tensor) -> bool:
 
 def _compiled(eps: Tensor) -> bool:
     """Whether Numba may take over: plain numbers on the CPU, with nobody recording what becomes of them."""
-    return eps.is_cpu and torch.is_inference_mode_enabled()
+    return eps.is_cpu and torch.is_inference_mode_enabled() and eps.dtype in (torch.float32, torch.float64)
 
 
 def _closed(eps: Tensor, value: Elementwise, derivative: Elementwise) -> Tensor:

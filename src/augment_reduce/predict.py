@@ -76,7 +76,8 @@ def log_likelihood(
         n_classes = scores_of(0, 1).shape[1] if len(labels) else 1
     _check_labels(labels, n_classes)
     for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
-        out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
+        with torch.inference_mode():  # here, where nothing is recorded, the noise's functions are compiled
+            out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
     return out.clamp_(max=0.0)  # a certain label may come out at +1e-14
 
 
@@ -112,7 +113,8 @@ def log_proba(
     renormalised; the accuracy is that of `quadrature.log_proba`."""
     out = torch.empty(n_rows, n_classes, dtype=out_dtype)
     for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
-        out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).to(out_dtype)
+        with torch.inference_mode():
+            out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).to(out_dtype)
     return out
 
 
@@ -157,7 +159,8 @@ def top_k(
     for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
         best = highest(psi, k)
         classes[rows] = best
-        probabilities[rows] = quadrature.log_proba_of(noise, psi, best).exp_().clamp_(max=1.0)
+        with torch.inference_mode():
+            probabilities[rows] = quadrature.log_proba_of(noise, psi, best).exp_().clamp_(max=1.0)
     return classes, probabilities
 
 

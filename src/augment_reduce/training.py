@@ -184,12 +184,12 @@ def train(
         while t <= last and not run.stopped_early:
             started = time.perf_counter()
             epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)
-            if epoch != order_of:
-                order_of = epoch
-                order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, alike)
-            M = min(most, max(1, n_rows // B - slot), schedule.until_look(t, last))
-            rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
             with progress.may_compile() if t == first else contextlib.nullcontext():
+                if epoch != order_of:
+                    order_of = epoch
+                    order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, alike)
+                M = min(most, max(1, n_rows // B - slot), schedule.until_look(t, last))
+                rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
                 state, infos = steps(
                     problem, state, rows, [Clock(u, epoch + 1) for u in turns],
                     generators=(generator.manual_seed(s) for s in mix_all(schedule.seed, 2, turns)),

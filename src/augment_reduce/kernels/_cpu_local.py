@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..noise import LOG_SQRT_2PI, Logistic, Normal
 from ._cpu_math import exp, log, row_max, row_sum
-from ._cpu_noise import logistic, normal, normal_log_cdf
+from ._cpu_noise import logistic, logistic_log_cdf, normal, normal_log_cdf
 from ._cpu_types import OPTIONS, Array
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def _bound(model: int, q: tuple, entropy: float, gap: Array, omega: Array, per_r
             total = -half * eps[b] * eps[b] - norm
         else:
             for s in range(gap.shape[1]):
-                z[s] = -_log_add(-z[s], zero)
-            total = -_log_add(-eps[b], zero) - _log_add(eps[b], zero)
+                z[s] = logistic_log_cdf(z[s])
+            total = logistic_log_cdf(eps[b]) + logistic_log_cdf(-eps[b])
         for s in range(gap.shape[1]):
             total += omega[b * per_row] * z[s] if gap[b, s] > masked else zero
         out[b] = total + number(entropy) + log(sigma[b])

@@ -1,6 +1,6 @@
 """Exponentials and logarithms that Numba's loops take sixteen at a time: plain arithmetic, and bits taken for numbers.
 
-Like `_cpu_lanes`, compiled into the kernels of other files: whoever changes this deletes `__pycache__/*.nbi` beside it.
+Like `_cpu_lanes`, compiled into the kernels of other files; `forget_stale` of this package sees when they change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """log Phi and phi / Phi of the built-in noises, one pass over an array; `noise` has them in torch, their oracle.
 
 Twenty small torch operations for the Normal take longer than all else in a small step; this is one.
-Compiled into `_cpu_local` too: whoever changes this deletes `__pycache__/*.nbi` beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from ..noise import LOG_SQRT_2PI, TAIL_CENTRE, _tail_gap_coefficients
-from ._cpu_math import _exp32, _exp64, _log32, _log64, _named, exp
+from ._cpu_math import _exp32, _exp64, _log32, _log64, _named, exp, log
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import run, split
 
@@ -135,6 +134,15 @@ def _weighted_normal_slopes(x: Any, weight: Any, first: Any, second: Any) -> Any
 def logistic(x: Any) -> Any:
     """(log Phi)' of the logistic at x: 1 / (1 + e^x)."""
     return type(x)(1) / (type(x)(1) + exp(x))
+
+
+@njit(**OPTIONS)
+def logistic_log_cdf(x: Any) -> Any:
+    """log Phi of the logistic at x: -log(1 + e^-x), what 1 + e^-|x| loses made up for."""
+    one, zero = type(x)(1), type(x)(0)
+    tail = exp(-abs(x))
+    left = one + tail
+    return min(x, zero) - (log(left) * (tail / (left - one)) if left > one else tail)
 
 
 @njit(cache=True, **OPTIONS)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..noise import Noise
 from ._cpu_local import MODELS, PROBIT
-from ._cpu_math import exp, log, row_sum
-from ._cpu_noise import A_NUMBER, logistic, normal, normal_log_cdf, weighted_normal_slopes
+from ._cpu_math import row_sum
+from ._cpu_noise import A_NUMBER, logistic, logistic_log_cdf, normal, normal_log_cdf, weighted_normal_slopes
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
 
@@ -52,13 +52,12 @@ def d2log_prob(model: int, eps: float) -> float:
 @njit(**OPTIONS)
 def log_cdfs(model: int, x: Array, omega: Array, out: Array) -> None:
     """omega log Phi(x)."""
-    zero, one = x.dtype.type(0), x.dtype.type(1)
     if model == PROBIT:
         for k in range(x.shape[0]):
             out[k] = omega[k] * normal_log_cdf(x[k])
     else:
         for k in range(x.shape[0]):
-            out[k] = omega[k] * (min(x[k], zero) - log(one + exp(-abs(x[k]))))
+            out[k] = omega[k] * logistic_log_cdf(x[k])
 
 
 @njit(**OPTIONS)
@@ -192,6 +191,11 @@ def _over_rows(
 ) -> None:
     """kernel(lo, hi, model, gap, omega, *rest, scratch) by all cores; `rest` are numbers of the dtype of gap."""
     B, S = gap.shape
+    if torch.broadcast_shapes(log_weight.shape, gap.shape) != gap.shape or len(rest[0]) != B:
+        raise ValueError(
+            f"Expected log weights that broadcast to the gaps {tuple(gap.shape)}, and eps for each of the {B} rows, "
+            f"found {tuple(log_weight.shape)} and {len(rest[0])}."
+        )
     omega = torch.exp(log_weight).to(gap.dtype)
     omega = omega.reshape((1,) * (2 - omega.ndim) + omega.shape).contiguous()
     cuts = split(B, lambda: np.full(B, A_NUMBER * n_nodes * S))

@@ -22,10 +22,11 @@ from numba import njit
 
 from ._cpu_classes import GOLDEN, cut, floyd, sort, splitmix, with_label
 from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
+from ._cpu_math import row_sum
 from ._cpu_meet import queue_of, take_number, together
 from ._cpu_push import push_groups, step_summed, sum_biases, sum_rows
 from ._cpu_rules import push_biases
-from ._cpu_scores import SUMS, pairs_dense, pairs_sparse, score_rows
+from ._cpu_scores import pairs_dense, pairs_sparse, score_rows
 from ._cpu_types import OPTIONS, Array
 
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
@@ -138,18 +139,10 @@ def _push_groups(
         j = _claim(tid, n, counter, PUSH, m)
 
 
-@njit(**SUMS)
-def _sum(a: Array) -> Any:
-    total = a.dtype.type(0)
-    for i in range(a.shape[0]):
-        total += a[i]
-    return total
-
-
 @njit(**OPTIONS)
 def _all_finite(psi: Array) -> bool:
     """By their sum, as a rule; finite scores can have one that is not."""
-    return np.isfinite(_sum(psi.reshape(-1))) or np.isfinite(psi).all()
+    return np.isfinite(row_sum(psi.reshape(-1))) or np.isfinite(psi).all()
 
 
 @njit(**OPTIONS)

@@ -131,7 +131,11 @@ def run(kernel: Callable[..., Any], cuts: Sequence[int], args: tuple, scratch: S
         kernel(*plain)
         return
     ranges = [(cuts[i], cuts[i + 1], *plain, *_plain(own)) for i, own in enumerate(scratch)]
-    waiting = [pool().submit(kernel, *each) for each in ranges[1:]]
-    kernel(*ranges[0])
-    for future in waiting:
-        future.result()
+    try:
+        waiting = [pool().submit(kernel, *each) for each in ranges[1:]]
+        kernel(*ranges[0])
+        for future in waiting:
+            future.result()
+    except BaseException:  # also an interrupt: threads that go on must not write where the next call does
+        WORK.forget()
+        raise
