@@ -167,36 +167,14 @@ def test_a_run_is_scored_and_pushed_once(in_one_pass, monkeypatch):
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("prior", "weighted", "floor"), [(True, True, 1.0), (False, False, 0.0), (True, False, None)])
 @pytest.mark.parametrize("sampler", [FeaturePointed(3, 4), HeadAndTail(), FrequencyShared(), FeaturePointed(40, 40)])
-@pytest.mark.parametrize("scale", [0.3, 30.0])
+@pytest.mark.parametrize(
+    ("model", "scale"),
+    [("softmax", 0.3), ("softmax", 30.0), ("probit", 0.3), ("probit", 3.0), ("logistic", 0.3), ("logistic", 3.0)],
+)
 def test_one_pass_over_the_runs_makes_the_numbers_of_the_torch_operations(
-    sampler, prior, weighted, floor, known, scale, monkeypatch
+    sampler, prior, weighted, floor, known, model, scale, monkeypatch
 ):
     """In float64, where twenty torch operations and one pass differ by rounding alone; p small and large."""
-    monkeypatch.setattr("augment_reduce.kernels._cpu_work.WORTH_A_THREAD", 1)
-    X, y, document = documents(dtype=np.float64)
-    changes = {"sampler": sampler, "local": CrossFitted(floor=floor), "dtype": torch.float64}
-    changes |= {} if prior else {"prior": None}
-    changes |= {} if weighted else {"sample_weight": None}
-    changes |= {"alike": document} if known else {}
-    problem = problem_of(X, y, **changes)
-    plain, plain_hits = after_steps(problem, torch.float64, ROWS, scale)
-    problem.may_compile = True
-    assert isinstance(compiled.step_of(problem, state_of(problem, torch.float64)), compiled.runs.RunsStep)
-    passed, hits = after_steps(problem, torch.float64, ROWS, scale)
-    assert hits == plain_hits
-    for expected, found in zip(plain, passed, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("model", ["probit", "logistic"])
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(("prior", "weighted", "floor"), [(True, True, 1.0), (False, False, 0.0), (True, False, None)])
-@pytest.mark.parametrize("sampler", [FeaturePointed(3, 4), HeadAndTail(), FrequencyShared(), FeaturePointed(40, 40)])
-@pytest.mark.parametrize("scale", [0.3, 3.0])
-def test_one_pass_makes_the_numbers_of_the_torch_operations_for_other_noises(
-    sampler, prior, weighted, floor, known, scale, model, monkeypatch
-):
-    """As for softmax."""
     monkeypatch.setattr("augment_reduce.kernels._cpu_work.WORTH_A_THREAD", 1)
     X, y, document = documents(dtype=np.float64)
     changes = {"model": model, "sampler": sampler, "local": CrossFitted(floor=floor), "dtype": torch.float64}
@@ -206,6 +184,7 @@ def test_one_pass_makes_the_numbers_of_the_torch_operations_for_other_noises(
     problem = problem_of(X, y, **changes)
     plain, plain_hits = after_steps(problem, torch.float64, ROWS, scale)
     problem.may_compile = True
+    assert isinstance(compiled.step_of(problem, state_of(problem, torch.float64)), compiled.runs.RunsStep)
     passed, hits = after_steps(problem, torch.float64, ROWS, scale)
     assert hits == plain_hits
     for expected, found in zip(plain, passed, strict=True):

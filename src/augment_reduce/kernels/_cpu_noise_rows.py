@@ -97,6 +97,15 @@ def _spread(omega: Array, lo: int, hi: int, S: int, to: Array) -> None:
 
 
 @njit(**OPTIONS)
+def _block(begin: int, hi: int, S: int, omega: Array, scratch: Array) -> tuple:
+    """Rows begin..end, no more than fit: the end, the weights of their pairs, and three more lines of scratch."""
+    end = min(hi, begin + scratch.shape[1] // max(1, S))
+    n = (end - begin) * S
+    _spread(omega, begin, end, S, scratch[0])
+    return end, scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n]
+
+
+@njit(**OPTIONS)
 def _from_gaps(gap: Array, eps: Array, lo: int, hi: int, to: Array) -> None:
     """eps - gap of rows lo..hi."""
     S = gap.shape[1]
@@ -110,14 +119,10 @@ def _newton_slopes(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, first: Array, second: Array,
     hazard: Array, scratch: Array,
 ) -> None:  # fmt: skip
-    S = gap.shape[1]
-    at_once = scratch.shape[1] // max(1, S)
-    for begin in range(lo, hi, at_once):
-        end = min(hi, begin + at_once)
-        n = (end - begin) * S
-        of_classes, x, slope, bend = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n]
+    S, begin = gap.shape[1], lo
+    while begin < hi:
+        end, of_classes, x, slope, bend = _block(begin, hi, S, omega, scratch)
         to = hazard[begin:end].reshape(-1)
-        _spread(omega, begin, end, S, of_classes)
         to[:], first[begin:end], second[begin:end] = 0, 0, 0
         for j in range(weight.shape[0]):
             _from_gaps(gap, eps[:, j], begin, end, x)
@@ -126,40 +131,35 @@ def _newton_slopes(
                 at, those = np.float64(eps[row, j]), slice((row - begin) * S, (row - begin + 1) * S)
                 first[row] += weight[j] * (dlog_prob(model, at) + np.float64(row_sum(slope[those])))
                 second[row] += weight[j] * (d2log_prob(model, at) + np.float64(row_sum(bend[those])))
-            for k in range(n):
+            for k in range(to.shape[0]):
                 to[k] += weight[j] * slope[k]
+        begin = end
 
 
 @njit(cache=True, **OPTIONS)
 def _bound_grad(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, grad: Array, scratch: Array
 ) -> None:
-    S = gap.shape[1]
-    at_once = scratch.shape[1] // max(1, S)
-    for begin in range(lo, hi, at_once):
-        end = min(hi, begin + at_once)
-        n = (end - begin) * S
-        of_classes, x, to = scratch[0, :n], scratch[1, :n], grad[begin:end].reshape(-1)
-        _spread(omega, begin, end, S, of_classes)
+    S, begin = gap.shape[1], lo
+    while begin < hi:
+        end, of_classes, x, _, _ = _block(begin, hi, S, omega, scratch)
+        to = grad[begin:end].reshape(-1)
         to[:] = 0
         for j in range(weight.shape[0]):
             _from_gaps(gap, eps[:, j], begin, end, x)
             add_hazards(model, x, weight[j], to)
-        for k in range(n):
+        for k in range(to.shape[0]):
             to[k] *= -of_classes[k]
+        begin = end
 
 
 @njit(cache=True, **OPTIONS)
 def _bound(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, value: Array, scratch: Array
 ) -> None:
-    S = gap.shape[1]
-    at_once = scratch.shape[1] // max(1, S)
-    for begin in range(lo, hi, at_once):
-        end = min(hi, begin + at_once)
-        n = (end - begin) * S
-        of_classes, x, terms = scratch[0, :n], scratch[1, :n], scratch[2, :n]
-        _spread(omega, begin, end, S, of_classes)
+    S, begin = gap.shape[1], lo
+    while begin < hi:
+        end, of_classes, x, terms, _ = _block(begin, hi, S, omega, scratch)
         value[begin:end] = 0
         for j in range(weight.shape[0]):
             _from_gaps(gap, eps[:, j], begin, end, x)
@@ -167,23 +167,21 @@ def _bound(
             for row in range(begin, end):
                 sums = np.float64(row_sum(terms[(row - begin) * S : (row - begin + 1) * S]))
                 value[row] += weight[j] * (log_prob(model, np.float64(eps[row, j])) + sums)
+        begin = end
 
 
 @njit(cache=True, **OPTIONS)
 def _log_cdf_sums(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, value: Array, scratch: Array
 ) -> None:
-    S = gap.shape[1]
-    at_once = scratch.shape[1] // max(1, S)
-    for begin in range(lo, hi, at_once):
-        end = min(hi, begin + at_once)
-        n = (end - begin) * S
-        of_classes, x, terms = scratch[0, :n], scratch[1, :n], scratch[2, :n]
-        _spread(omega, begin, end, S, of_classes)
+    S, begin = gap.shape[1], lo
+    while begin < hi:
+        end, of_classes, x, terms, _ = _block(begin, hi, S, omega, scratch)
         _from_gaps(gap, eps, begin, end, x)
         log_cdfs(model, x, of_classes, terms)
         for row in range(begin, end):
             value[row] = row_sum(terms[(row - begin) * S : (row - begin + 1) * S])
+        begin = end
 
 
 def _over_rows(
