@@ -62,7 +62,7 @@ def test_what_was_compiled_from_other_sources_is_forgotten(tmp_path):
     """A change in any of the files, not only the kernel's own; and nothing is removed while none has changed."""
     folder = tmp_path / "kernels"
     (folder / "__pycache__").mkdir(parents=True)
-    for name in ("kernels/_cpu_one.py", "kernels/_cpu_two.py", "optim.py", "noise.py"):
+    for name in ("kernels/_cpu_one.py", "kernels/_cpu_two.py", "optim.py", "noise.py", "gaussian.py"):
         (tmp_path / name).write_text("x = 1")
     index = folder / "__pycache__" / "_cpu_one.kernel-1.nbi"
     index.touch()
@@ -71,7 +71,7 @@ def test_what_was_compiled_from_other_sources_is_forgotten(tmp_path):
     index.touch()
     assert not forget_stale(folder)
     assert index.exists()
-    for changed in ("kernels/_cpu_two.py", "optim.py"):
+    for changed in ("kernels/_cpu_two.py", "optim.py", "gaussian.py"):
         (tmp_path / changed).write_text("x = 2")
         assert forget_stale(folder)
         assert not index.exists()

@@ -84,10 +84,9 @@ def test_weights_of_another_shape_are_refused(shape):
         bounds.log_cdf_sums(Normal(), numbers[0], numbers[1], numbers[2][:1])
 
 
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="Numba was given one thread")
 def test_threads_do_not_change_a_bit(monkeypatch):
     monkeypatch.setattr(_cpu_work, "WORTH_A_THREAD", 1)
-    if numba.config.NUMBA_NUM_THREADS < 2:
-        pytest.skip("NUMBA_NUM_THREADS is 1.")
     numbers = some_rows(37, 50, 2.0, (0, -1), torch.float32)
     before, found = numba.get_num_threads(), []
     try:

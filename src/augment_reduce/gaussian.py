@@ -17,6 +17,10 @@ from . import bounds
 from .bounds import Nodes
 from .noise import Noise, may_be_compiled
 
+HALVINGS, BELOW, ABOVE = 8, 8.0, 40.0  # of the interval around the largest gap in which Newton's start is looked for
+DAMPED = 0.7  # moves of a fit from scratch: with 1 the logistic's linear tails make them overshoot
+LEAST_PRECISION = 1e-2
+
 
 @functools.cache
 def standard_nodes(n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +69,7 @@ def newton_move(
     """One move of `Newton` from (mu, precision) with step size alpha (B,): new mu, new precision, and on the way
     omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S) at the old q, which is minus the bound's gradient by gap_k."""
     first, second, hazard = newton_slopes(noise, gap, log_weight, mu, precision, n_nodes)
-    new_precision = (1.0 - alpha) * precision + alpha * (-second).clamp_min(1e-2)
+    new_precision = (1.0 - alpha) * precision + alpha * (-second).clamp_min(LEAST_PRECISION)
     reach = 2.0 * torch.maximum(precision, new_precision).rsqrt()
     move = (alpha * first / new_precision).clamp(-reach, reach)
     return mu + move, new_precision, hazard
@@ -82,17 +86,17 @@ def fit_gaussian(
     """
     mu = median_of_the_best_rival(noise, gap, log_weight).clamp(min=0.0)
     precision = torch.ones_like(mu)
-    alpha = torch.full_like(mu, 0.7)  # damped: with alpha = 1 the logistic's linear tails make the moves overshoot
+    alpha = torch.full_like(mu, DAMPED)
     for _ in range(n_moves):
         mu, precision, _ = newton_move(noise, gap, log_weight, mu, precision, alpha, n_nodes)
     return mu, precision
 
 
-def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor, n_halvings: int = 8) -> Tensor:
+def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor) -> Tensor:
     """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
     top = gap.amax(dim=-1).clamp_min(0.0)  # masked pairs are -inf
-    low, high = top - 8.0, top + 40.0
-    for _ in range(n_halvings):
+    low, high = top - BELOW, top + ABOVE
+    for _ in range(HALVINGS):
         middle = 0.5 * (low + high)
         above = bounds.log_cdf_sums(noise, gap, log_weight, middle) > -math.log(2.0)
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from ..gaussian import ABOVE, BELOW, DAMPED, HALVINGS, LEAST_PRECISION
 from ._cpu_math import row_max, row_sum
 from ._cpu_noise_rows import add_hazards, d2log_prob, dlog_prob, log_cdfs, log_prob, slopes
 from ._cpu_runs import columns_of, hide, share_of_label, shares_of_run
 from ._cpu_types import OPTIONS, Array
 
 LOG_2, LOG_2_PI_E = np.log(2.0), np.log(2.0 * np.pi) + 1.0
-HALVINGS, BELOW, ABOVE, DAMPED, LEAST_PRECISION = 8, 8.0, 40.0, 0.7, 1e-2  # as in `gaussian`
 
 
 @njit(**OPTIONS)
