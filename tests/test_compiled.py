@@ -127,9 +127,15 @@ def problem_of(name: str, kind: str, optimizer, prior: bool, weighted: bool, dty
     )  # fmt: skip
 
 
+def row_by_row(few: bool, monkeypatch) -> None:
+    """As where weights and classes are few; else class by class, or biases alone."""
+    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    monkeypatch.setattr(cpu, "PAIRS_A_CLASS", 0 if few else 10**6)
+
+
 def trained(problem: Problem, dtype: torch.dtype, few: bool, monkeypatch) -> dict[str, torch.Tensor]:
     """Parameters, local state and last bound after six steps over rows that come three times."""
-    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    row_by_row(few, monkeypatch)
     weight = torch.randn(K, D, generator=generator(1), dtype=dtype) * 0.3
     bias = torch.randn(K, generator=generator(2), dtype=dtype) * 0.3
     optimizer = problem.optimizer
@@ -147,7 +153,7 @@ def trained(problem: Problem, dtype: torch.dtype, few: bool, monkeypatch) -> dic
     return {key: value.clone() for key, value in out.items()}
 
 
-WAYS = [("dense", True), ("dense", False), ("sparse", False), ("empty", False)]
+WAYS = [("dense", True), ("dense", False), ("sparse", False), ("empty", True), ("empty", False)]
 
 
 @pytest.mark.parametrize(("kind", "few"), WAYS)
@@ -201,7 +207,7 @@ def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(name,
     """A bad score in the rows of either thread: nothing has moved in either, and the next step is what it would have
     been. A row twice: one thread, one by one."""
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
-    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    row_by_row(few, monkeypatch)
     used, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
     problem = problem_of(name, kind, SectionFour(), True, False, torch.float32)
@@ -245,7 +251,7 @@ def test_a_team_leaves_scores_that_are_not_finite_and_rows_that_come_twice(name,
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_minibatches_smaller_than_the_shares_they_are_cut_into(size, kind, few, monkeypatch):
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
-    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    row_by_row(few, monkeypatch)
     found = []
     for fast in (False, True):
         problem = problem_of("our softmax", kind, Adagrad(), True, True, torch.float32)
@@ -292,7 +298,7 @@ def steps_of(
 def test_several_steps_in_one_call_are_those_steps(name, kind, few, monkeypatch):
     """To the last bit, whatever the number of threads; with weights of the rows, and an optimiser that counts."""
     monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
-    monkeypatch.setattr(cpu, "FEW_WEIGHTS", 10**6 if few else 0)
+    row_by_row(few, monkeypatch)
     monkeypatch.setattr(_cpu_batch, "DENSE_FROM", 1.0)  # these rows are not very sparse
     calls, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, M, *a: calls.append((self.n, M)) or run(self, M, *a))

@@ -240,17 +240,14 @@ def test_draws_are_reproducible(family):
     assert not torch.equal(first, other)
 
 
-def test_extreme_uniforms_give_honest_logistic_draws(monkeypatch):
-    """rand's smallest and largest results: no infinity, and tails of one length, in float32 too."""
-    ends = torch.tensor([0.0, 2.0**-53, 1.0 - 2.0**-53], dtype=torch.float64)
-
-    def extreme_rand(shape, *, generator, dtype, device):
-        assert dtype == torch.float64
-        return ends.clone()
-
-    monkeypatch.setattr(torch, "rand", extreme_rand)
+def test_extreme_uniforms_give_honest_draws(monkeypatch):
+    """The smallest and largest of them: no infinity, and tails of one length, in float32 too."""
+    ends = torch.tensor([[0.0, 2.0**-53, 1.0 - 2.0**-53]], dtype=torch.float64)
+    monkeypatch.setattr(noise_module, "many_uniforms", lambda B, S, generator: ends.clone())
     expected = torch.tensor([-54.0, -53.0, 53.0]) * math.log(2.0)
     torch.testing.assert_close(Logistic().rsample((3,), generator=None), expected)
+    expected = scipy.stats.norm.isf([2.0**-54, 2.0**-53, 2.0**-53]) * [-1, -1, 1]
+    torch.testing.assert_close(Normal().rsample((3,), generator=None), torch.tensor(expected, dtype=torch.float32))
 
 
 @every_family

@@ -10,7 +10,7 @@ import torch
 from augment_reduce import AugmentReduceClassifier, progress
 from augment_reduce.kernels import reference
 from augment_reduce.kernels._cpu_classes import shuffle
-from augment_reduce.training import HISTORY, epoch_order, mix, mix_all
+from augment_reduce.training import HISTORY, epoch_order
 
 
 def rows(n=300, K=6, D=4, seed=0):
@@ -46,34 +46,6 @@ def test_every_order_is_as_likely_as_any_other():
     seen = times[times > 0]
     assert len(seen) == 24
     assert ((seen - 1000) ** 2 / 1000).sum() < 64
-
-
-def mixed_by_hand(seed, stream, count):
-    """splitmix64's finaliser thrice, in Python's own integers."""
-    mask = 2**64 - 1
-    z = seed & mask
-    for part in (stream, count, 0):
-        z = (z + 0x9E3779B97F4A7C15 * (part + 1)) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        z ^= z >> 31
-    return z >> 1
-
-
-@pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 2**64 - 1, 2**70 + 3])
-def test_seeds_are_what_they_always_were_and_the_same_all_at_once(seed):
-    for turns in (range(1, 2), range(5, 70), range(10**12, 10**12 + 3)):
-        expected = [mixed_by_hand(seed, 2, t) for t in turns]
-        assert mix_all(seed, 2, turns) == expected
-        assert [mix(seed, 2, t) for t in turns] == expected
-    assert mix_all(seed, 2, range(0)) == []
-
-
-def test_seeds_of_neighbouring_steps_have_nothing_in_common():
-    """Half of the 63 bits differ between neighbours, give or take: mean of 1,000 pairs within 6 standard errors."""
-    flips = [bin(mix(0, 2, t) ^ mix(0, 2, t + 1)).count("1") for t in range(1000)]
-    assert abs(np.mean(flips) - 31.5) < 6 * np.sqrt(63 / 4 / 1000)
-    assert len({mix(s, 2, t) for s in range(50) for t in range(50)}) == 2500
 
 
 @pytest.mark.parametrize("batch_size", [7, 100, 300, 10_000])

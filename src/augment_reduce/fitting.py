@@ -28,7 +28,8 @@ from .optim import Prior
 from .progress import TrainingProgress
 from .sampler import AllClasses, Minibatch, Sampled
 from .scores import kernels_for, score
-from .training import Evaluators, Run, Schedule, mix, train
+from .seeds import mix
+from .training import Evaluators, Run, Schedule, train
 from .vem import Problem, State, as_minibatch
 
 GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap

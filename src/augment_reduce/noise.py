@@ -25,6 +25,8 @@ from numpy.polynomial import chebyshev
 from scipy.special import erfcx
 from torch import Tensor
 
+from .seeds import many_uniforms
+
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 TAIL_CENTRE = 3.5  # c in `_tail_gap`: puts the fit where δ bends; half of it costs three digits, twice of it one or two
 BLOCK = 2**15  # elements at a time on the CPU: intermediate results stay in cache and reuse the same memory
@@ -164,10 +166,7 @@ class Logistic(LocationScale):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        # log(u / (1 - u)). A float32 uniform has steps of 2^-24: no draw beyond ±16.6 and, once in 17 million, u = 0.
-        # In float64 the steps are 2^-53: both tails reach ±36.7, and u = 0 (one in 10^16) stands for half a step.
-        u = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
-        return torch.logit(u, eps=2.0**-54).to(dtype)
+        return torch.logit(_uniforms(shape, generator, device)).to(dtype)
 
 
 class Normal(LocationScale):
@@ -260,7 +259,7 @@ class Normal(LocationScale):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        return torch.special.ndtri(_uniforms(shape, generator, device)).to(dtype)
 
 
 NOISES: dict[str, type[Noise]] = {"softmax": Gumbel, "probit": Normal, "logistic": Logistic}
@@ -281,6 +280,20 @@ def resolve_noise(model: str | Noise) -> Noise:
             "Let its class subclass augment_reduce.noise.Noise, which supplies the derivatives (docs/noise.md)."
         )
     raise ValueError(f"{expected}, but found {model!r}. To bring a noise of your own, see docs/noise.md.")
+
+
+def _uniforms(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device | str) -> Tensor:
+    """Of (0, 1), in float64, whose quantiles are draws; on the CPU as `kernels._cpu_draws` makes them, so that compiled
+    steps draw the same.
+
+    A float32 uniform has steps of 2^-24: no logistic draw beyond ±16.6 and, once in 17 million, u = 0. In float64 the
+    steps are 2^-53: both tails reach ±36.7, and u = 0 (one in 10^16) stands for half a step.
+    """
+    if torch.device(device).type == "cpu":
+        u = many_uniforms(1, math.prod(shape), generator).reshape(shape)
+    else:
+        u = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+    return u.clamp_min_(2.0**-54)
 
 
 def _by_autograd(function: Elementwise, eps: Tensor) -> Tensor:

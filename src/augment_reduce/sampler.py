@@ -33,9 +33,7 @@ from .samplers.base import (
     Minibatch,
     Sampled,
     certain_classes,
-    draw_seed,
     frequencies,
-    many_uniforms,
 )
 from .samplers.cache import HardNegativeCache
 from .samplers.conditional import Conditional
@@ -45,7 +43,7 @@ from .samplers.pointed import FeaturePointed
 __all__ = [
     "SAMPLERS", "AllClasses", "ClassSampler", "Conditional", "DrawWithoutReplacement", "FeaturePointed",
     "FrequencyPerRow", "FrequencyShared", "Half", "HardNegativeCache", "HeadAndTail", "Minibatch", "Sampled",
-    "UniformPerRow", "UniformShared", "certain_classes", "draw_seed", "frequencies", "many_uniforms", "resolve_sampler",
+    "UniformPerRow", "UniformShared", "certain_classes", "frequencies", "resolve_sampler",
 ]  # fmt: skip
 
 SAMPLERS: dict[str, type[ClassSampler]] = {

@@ -1,8 +1,7 @@
 """The loop around `vem.step`: which rows come when, what is recorded, when to stop.
 
 Everything random follows from (seed, iteration): the order of an epoch from the seed and the epoch, a step's
-draws from the seed and the iteration. So training that stops at any iteration and goes on later, from a file
-say, is bit for bit training that never stopped, and no generator state needs keeping.
+draws from the seed and the iteration (`seeds`).
 """
 
 from __future__ import annotations
@@ -20,27 +19,10 @@ import torch
 
 from .local import Clock
 from .progress import TrainingProgress
+from .seeds import StepGenerators, mix, mix_all
 from .vem import Problem, State, StepInfo, at_once, steps
 
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
-_MASK = (1 << 64) - 1
-
-
-def mix(seed: int, stream: int, count: int) -> int:
-    """A well-mixed 63-bit seed from three integers (the finaliser of splitmix64, applied thrice)."""
-    return mix_all(seed, stream, range(count, count + 1))[0]
-
-
-def mix_all(seed: int, stream: int, counts: range) -> list[int]:
-    """`mix` of each count, all at once."""
-    z = np.array([seed & _MASK], dtype=np.uint64)
-    for part in ([stream], counts, [0]):
-        z = z + np.uint64(0x9E3779B97F4A7C15) * (np.array(part, dtype=np.uint64) + np.uint64(1))
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    seeds: list[int] = (z >> np.uint64(1)).tolist()
-    return seeds
 
 
 def epoch_order(seed: int, epoch: int, rows: np.ndarray, alike: np.ndarray | None = None) -> np.ndarray:
@@ -192,7 +174,7 @@ def train(
                 rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
                 state, infos = steps(
                     problem, state, rows, [Clock(u, epoch + 1) for u in turns],
-                    generators=(generator.manual_seed(s) for s in mix_all(schedule.seed, 2, turns)),
+                    generators=StepGenerators(generator, mix_all(schedule.seed, 2, turns)),
                     wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
                 )  # fmt: skip
             M, turns = len(infos), turns[: len(infos)]  # fewer where the next one diverges, which its own call will say

@@ -113,6 +113,11 @@ def spread(a: Array, column: Array, own_a: Array, own_column: Array, own_rows: A
                 out[own_column[r, p] // LANES, own_rows[r], own_column[r, p] % LANES] += own_a[r, p]
 
 
+def table_size(S: int) -> int:
+    """Places for S picks of `floyd`: so many that few fall on one that is taken, which no processor foresees."""
+    return int(1 << (16 * S).bit_length())
+
+
 @njit(cache=True, **OPTIONS)
 def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, table: Array) -> None:
     """Rows lo..hi of Floyd's algorithm, stepping over the row's label if there are labels.

@@ -13,6 +13,8 @@ from numba import njit
 from torch import Tensor
 
 from ..noise import LOG_SQRT_2PI, Logistic, Normal
+from ..seeds import draw_seed
+from ._cpu_draws import standard_draws
 from ._cpu_math import exp, log, row_max, row_sum
 from ._cpu_noise import logistic, logistic_log_cdf, normal, normal_log_cdf
 from ._cpu_types import OPTIONS, Array
@@ -182,22 +184,24 @@ def _climb(
 
 @njit(cache=True, **OPTIONS)
 def draw_e_and_m(
-    model: int, state: tuple, rows: Array, gap: Array, omega: Array, per_row: int, step: tuple, flags: tuple, u: Array,
-    bound: Array, grad: Array,
+    model: int, state: tuple, rows: Array, gap: Array, omega: Array, per_row: int, step: tuple, flags: tuple,
+    seeds: tuple, first: int, bound: Array, grad: Array,
 ) -> None:  # fmt: skip
     """Algorithm 2 on a draw of q for each of its steps, in the order of the flags; the bound, where asked for, is that
-    of the M step's draw."""
+    of the M step's draw. Row b has number first + b of the draws that a step's seed gives."""
     by_visits, uses_updated, entropy = flags
     B = gap.shape[0]
     sigma, eps, slope = np.empty(B, gap.dtype), np.empty(B, gap.dtype), np.empty(B, gap.dtype)
+    u = np.empty(B, gap.dtype)
     for turn in range(2):
+        standard_draws(model == PROBIT, seeds[turn], first, u)
         if (turn == 0) == uses_updated:  # E step
             target = grad if uses_updated else np.empty(gap.shape, gap.dtype)
-            _place(state[0], state[1], rows, u[turn], sigma, eps)
+            _place(state[0], state[1], rows, u, sigma, eps)
             _hazards(model, eps, gap, omega, per_row, target, slope)
-            _climb(model, state, rows, (u[turn], sigma, eps), slope, step, by_visits, entropy)
+            _climb(model, state, rows, (u, sigma, eps), slope, step, by_visits, entropy)
         else:
-            _place(state[0], state[1], rows, u[turn], sigma, eps)
+            _place(state[0], state[1], rows, u, sigma, eps)
             if bound.shape[0] > 0:
                 _bound(model, (sigma, eps), ENTROPY[model], gap, omega, per_row, bound)
             _hazards(model, eps, gap, omega, per_row, grad, slope)
@@ -229,14 +233,6 @@ def natural_gradient(
     return (bound if want_bound else None), grad, hits
 
 
-def two_draws(noise: Noise, generator: torch.Generator, out: Tensor) -> Array:
-    """(2, B) draws of the standard q, one for each of the two steps in their order."""
-    family = noise.variational_family()
-    for turn in out.unbind():
-        turn.copy_(family.rsample(turn.shape, generator=generator, dtype=out.dtype))
-    return out.numpy()
-
-
 def reparameterised(
     rule: Reparameterised, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
     generator: torch.Generator, want_bound: bool,
@@ -248,7 +244,7 @@ def reparameterised(
     draw_e_and_m(
         MODELS[noise.name], (state["mu"].numpy(), state["gamma"].numpy(), state["visits"].numpy()), rows.numpy(),
         gap.numpy(), torch.exp(log_weight).to(gap.dtype).reshape(-1).numpy(), int(log_weight.ndim > 0), numbers,
-        (by_visits, rule.uses_updated, rule.entropy_gradient), two_draws(noise, generator, gap.new_empty(2, len(gap))),
+        (by_visits, rule.uses_updated, rule.entropy_gradient), (draw_seed(generator), draw_seed(generator)), 0,
         bound.numpy(), grad.numpy(),
     )  # fmt: skip
     return (bound if want_bound else None), grad, 0

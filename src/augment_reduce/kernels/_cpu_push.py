@@ -2,7 +2,7 @@
 
 Sums run over pairs in the order given and round as plain torch does (no fused multiply-add), so that a sum
 which cancels is zero here exactly where it is zero in `reference`: an entry counts as touched by its sum.
-Where weights are few the sum is made of four such sums, of the quarters of the rows.
+Row by row, where weights or classes are few, the sum is made of four such sums, of the quarters of the rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numba import njit
 
 from ..optim import PRIOR_UNBIASED
 from ._cpu_lanes import LANES, add_lanes, prefetch, prefetch_to_write
-from ._cpu_rules import push_biases, step_at, step_row
+from ._cpu_rules import push_biases, step_at, step_biases, step_row
 from ._cpu_types import OPTIONS, Array, Rule
 
 CHUNK = 64  # features transposed at a time
 AHEAD = 4  # classes whose rows are sent for before their turn
-PARTS = 4  # in which rows are summed where weights are few: as many as threads may share
+PARTS = 4  # in which rows are summed where one goes row by row: as many as threads may share
 
 
 @njit(**OPTIONS)
@@ -181,6 +181,49 @@ def sum_biases(pairs: tuple, grad: Array, share: Array, sums: tuple, bias_g: Arr
 
 
 @njit(**OPTIONS)
+def sum_part(part: int, lo: int, hi: int, classes: Array, D: int, grad: Array, share: Array, sums: tuple) -> None:
+    """Add rows lo..hi, which are this part of the rows, to the biases' gradients and shares and, where there are
+    features, say whom they met. `sums` holds PARTS x K numbers of each, or a few more, zero before."""
+    g, c, met = sums[0][part], sums[1][part], sums[2][part]
+    C = classes.shape[1]
+    for b in range(lo, hi):
+        for i in range(C):
+            g[classes[b, i]] += grad[b, i]
+    for b in range(lo, hi if share.shape[0] > 0 else lo):
+        for i in range(C):
+            c[classes[b, i]] += share[b * C + i]
+    for b in range(lo, hi if D > 0 else lo):
+        for i in range(C):
+            met[classes[b, i]] = 1
+
+
+@njit(**OPTIONS)
+def _fold(a: Array, b: Array, c: Array, d: Array) -> None:
+    """a += b + c + d, one after the other, leaving zeros in these."""
+    for k in range(a.shape[0]):
+        a[k] = ((a[k] + b[k]) + c[k]) + d[k]
+        b[k] = c[k] = d[k] = 0
+
+
+@njit(**OPTIONS)
+def step_parts(lo: int, hi: int, sums: tuple, D: int, arrays: tuple, rule: tuple, few: tuple) -> None:
+    """The steps of classes lo..hi from what `sum_part` left and, where there are features, `sum_rows`; clears both."""
+    g, c, met = sums
+    for k in range(lo, hi, 16):
+        prefetch_to_write(arrays[3], k)
+        for part in range(PARTS):
+            prefetch_to_write(g, part * g.shape[1] + k)
+    for k in range(lo, hi if D > 0 else lo):
+        if met[:, k].any():
+            met[:, k] = 0
+            step_summed(k, arrays, rule, few)
+    _fold(g[0, lo:hi], g[1, lo:hi], g[2, lo:hi], g[3, lo:hi])
+    if rule[1] == PRIOR_UNBIASED:
+        _fold(c[0, lo:hi], c[1, lo:hi], c[2, lo:hi], c[3, lo:hi])
+    step_biases(lo, hi, g[0, lo:hi], c[0, lo:hi], arrays, rule)
+
+
+@njit(**OPTIONS)
 def _in_groups(classes: Array, K: int, start: Array, order: Array) -> None:
     """order = the pairs, class by class as they came; those of class k begin at start[k]."""
     start[:] = 0
@@ -265,22 +308,26 @@ def step_summed(k: int, arrays: tuple, rule_: tuple, few: tuple) -> None:
 
 @njit(cache=True, **OPTIONS)
 def push_rows(
-    pairs: tuple, x: Array, at: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, sums: tuple,
-    bias_g: Array, bias_c: Array, few: tuple,
-) -> None:  # fmt: skip
-    """All pairs (flat, as many of every row in turn), from dense rows x[at], where a gradient of size K x D is small.
+    pairs: Array, x: Array, at: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, sums: tuple, few: tuple
+) -> None:
+    """All pairs, from dense rows x[at], where a gradient of size K x D is small; where x has no columns there are only
+    biases, and at least as many pairs as classes."""
+    B, D = pairs.shape[0], x.shape[1]
+    for part in range(PARTS):
+        lo, hi = B * part // PARTS, B * (part + 1) // PARTS
+        if D > 0:
+            sum_rows(part, lo, hi, pairs, x, at, grad, share, few, at[:0])
+        sum_part(part, lo, hi, pairs, D, grad, share, sums)
+    step_parts(0, arrays[3].shape[0], sums, D, arrays, rule, few)
 
-    Where x has no columns there are only biases.
-    """
+
+@njit(cache=True, **OPTIONS)
+def push_pair_biases(
+    pairs: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, sums: tuple, bias_g: Array, bias_c: Array,
+    few: tuple,
+) -> None:  # fmt: skip
+    """The biases of all classes that the pairs (flat) name, of very many."""
     n = sum_biases(pairs, grad, share, sums, bias_g, bias_c)
-    if x.shape[1] > 0:
-        B = at.shape[0]
-        shape = (B, pairs[0].shape[0] // B)
-        for part in range(PARTS):
-            lo, hi = B * part // PARTS, B * (part + 1) // PARTS
-            sum_rows(part, lo, hi, pairs[0].reshape(shape), x, at, grad.reshape(shape), share, few, at[:0])
-        for i in range(n):
-            step_summed(pairs[1][i], arrays, rule, few)
     push_biases(pairs[1][:n], bias_g, bias_c, arrays, rule, few)
 
 

@@ -185,12 +185,26 @@ def step_at(rule: Rule, arrays: tuple, k: int, g: Array, c: Array, n: int, few: 
     _scatter(weight[k], few_w, at, n)
 
 
+@njit(**OPTIONS)
+def _of_biases(rule: Rule) -> Rule:
+    """Their rate is their own; and where the rows share a number, biases do not."""
+    return _with_rate(rule, ADAGRAD if rule.kind == ROWWISE_ADAGRAD else rule.kind, rule.bias_rate)
+
+
+@njit(**OPTIONS)
+def step_biases(lo: int, hi: int, g: Array, c: Array, arrays_: tuple, rule_: tuple) -> None:
+    """One step on the biases of classes lo..hi."""
+    arrays, rule = Arrays(*arrays_), _of_biases(Rule(*rule_))
+    first, last = (lo, hi) if rule.kind >= ADAM else (0, 0)  # of the second state, where there is one
+    for i in range(hi - lo):
+        c[i] *= arrays.inverse_rows
+    _step(rule, arrays.bias[lo:hi], arrays.bias_state[lo:hi], arrays.bias_state2[first:last], g, c, hi - lo)
+
+
 @njit(cache=True, **OPTIONS)
 def push_biases(classes: Array, g: Array, c: Array, arrays_: tuple, rule_: tuple, few_: tuple) -> None:
-    """One step on the biases of distinct classes; where the rows share a number, biases do not."""
-    arrays, rule, few, n = Arrays(*arrays_), Rule(*rule_), Buffers(*few_), classes.shape[0]
-    kind = ADAGRAD if rule.kind == ROWWISE_ADAGRAD else rule.kind
-    rule = _with_rate(rule, kind, rule.bias_rate)
+    """One step on the biases of distinct classes."""
+    arrays, rule, few, n = Arrays(*arrays_), _of_biases(Rule(*rule_)), Buffers(*few_), classes.shape[0]
     for i in range(n):
         c[i] *= arrays.inverse_rows
     _gather(few.few_w, arrays.bias, classes, n)

@@ -1,8 +1,10 @@
 """Steps of the paper's algorithms in a single compiled call, for parts that all have compiled twins.
 
-    class by class   scores, by classes | E and M step, by rows | push, by classes | sort the next, biases, draw
+    class by class   scores, by classes | E and M step, by rows | push, by classes | sort the next, draw
     biases alone     scores, E and M step, by rows | biases, draw the next
-    few weights      draw, scores, E and M step, sums of gradients, by rows | push, by classes; biases
+    row by row       draw, scores, E and M step, sums of gradients, by rows | push, by classes
+
+Row by row where weights are few, or where there are no features, and classes are few.
 
 Nothing new is computed here: the kernels of the other files, one after the other, with the results of `vem.step` to the
 last bit. What is saved is the way back to Python, which for small minibatches takes longer than the kernels do.
@@ -24,12 +26,12 @@ from ._cpu_classes import GOLDEN, cut, floyd, sort, splitmix, with_label
 from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
 from ._cpu_math import row_sum
 from ._cpu_meet import queue_of, take_number, together
-from ._cpu_push import push_groups, step_summed, sum_biases, sum_rows
+from ._cpu_push import push_groups, step_parts, sum_biases, sum_part, sum_rows
 from ._cpu_rules import push_biases
 from ._cpu_scores import pairs_dense, pairs_sparse, score_rows
 from ._cpu_types import OPTIONS, Array
 
-ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features at all; class by class
+ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features, and very many classes; class by class
 ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what rows do instead of a count
 ROWS_DRAWN = 32  # rows in a share of that job
 SCORES, PUSH, DRAW, JOB, BY_ROWS = 0, 1, 2, 3, 4  # queues of shares, one for each thread; of JOB there is but one
@@ -164,7 +166,7 @@ def _keep(lo: int, hi: int, rows: Array, state: tuple, kept: tuple, back: bool) 
 
 @njit(**OPTIONS)
 def _gradients(
-    lo: int, hi: int, rows: Array, weights: Array, local: tuple, psi: Array, grads: Array, u: Array, bound: Array
+    lo: int, hi: int, rows: Array, weights: Array, local: tuple, psi: Array, grads: Array, seeds: Array, bound: Array
 ) -> int:
     """E and M step of rows lo..hi: derivatives by all scores in `grads`, times how much each row counts: N / B, and its
     weight where there are weights. Returns how often the floor acted."""
@@ -179,8 +181,8 @@ def _gradients(
     if model == SOFTMAX:
         hits = e_and_m((state[0], state[2]), rows[lo:hi], gap, weigh[0], 0, step, flags, own_bound, grad)
     else:
-        draws = np.ascontiguousarray(u[:, lo:hi])
-        draw_e_and_m(model, state, rows[lo:hi], gap, weigh[1], 0, step, flags, draws, own_bound, grad)
+        own_seeds = (seeds[1], seeds[2])
+        draw_e_and_m(model, state, rows[lo:hi], gap, weigh[1], 0, step, flags, own_seeds, lo, own_bound, grad)
     with_label(grad, scales, 1, grads[lo:hi])
     return hits
 
@@ -194,7 +196,7 @@ def _score_biases(lo: int, hi: int, pairs: Array, bias: Array, psi: Array) -> No
 
 @njit(**OPTIONS)
 def _to_gradients(
-    lo: int, hi: int, rows: Array, weights: Array, local: tuple, scored: tuple, u: Array, bound: Array
+    lo: int, hi: int, rows: Array, weights: Array, local: tuple, scored: tuple, seeds: Array, bound: Array
 ) -> int:
     """E and M step of rows lo..hi, whose local parameters are put aside before; returns how often the floor acted, or
     NOT_FINITE, with nothing done, if a score is not finite."""
@@ -202,7 +204,7 @@ def _to_gradients(
     if not _all_finite(psi[lo:hi]):
         return NOT_FINITE
     _keep(lo, hi, rows, local[3], kept, False)
-    return _gradients(lo, hi, rows, weights, local, psi, grads, u, bound)
+    return _gradients(lo, hi, rows, weights, local, psi, grads, seeds, bound)
 
 
 @njit(**OPTIONS)
@@ -220,27 +222,27 @@ def _by_rows(
 ) -> int:  # fmt: skip
     """E and M step, and whatever else goes by rows, stretch by stretch of the rows. Returns how often the floor acted.
 
-    Where weights are few a stretch is a part of the sums, and its rows come from afar but once.
+    Row by row a stretch is a part of the sums, and its rows come from afar but once.
     """
-    (order, places, seeds, us, bound), (labels, weights, x), weight, bias = plan, data, arrays[0], arrays[3]
-    (psi, grads, well), rows, at, u, n_hits = scored[:3], order[i], places[i], us[i], 0
-    pairs, whole, met, B, m = drawn[i % HELD], summed[4], summed[5], order.shape[1], well.shape[0]
+    (order, places, seeds, bound), (labels, weights, x), weight, bias = plan, data, arrays[0], arrays[3]
+    (psi, grads, well), rows, at, n_hits = scored[:3], order[i], places[i], 0
+    pairs, whole, sums, B, m, D = drawn[i % HELD], summed[4], summed[5], order.shape[1], well.shape[0], x.shape[1]
     j = _claim(tid, n, counter, BY_ROWS, m)
     while j >= 0:
         lo, hi = B * j // m, B * (j + 1) // m
         if how == ROWS:
-            _draw(lo, hi, seeds[i], rows, labels, bias.shape[0], pairs, table)
+            _draw(lo, hi, seeds[i, 0], rows, labels, bias.shape[0], pairs, table)
+        if how == ROWS and D > 0:
             score_rows(pairs[lo:hi], x, at[lo:hi], weight, bias, psi[lo:hi])
-        elif how == BIASES:
+        elif how != GROUPS:
             _score_biases(lo, hi, pairs, bias, psi)
-        hits = _to_gradients(lo, hi, rows, weights, local, scored, u, bound)
+        hits = _to_gradients(lo, hi, rows, weights, local, scored, seeds[i], bound)
         well[j] = hits != NOT_FINITE
         n_hits += max(0, hits)
         if how == ROWS and well[j]:
-            sum_rows(j, lo, hi, pairs, x, at, grads, share, whole, _coming(tid, n, places, i, j, m))
-            for b in range(lo, hi):
-                for c in range(pairs.shape[1]):
-                    met[j, pairs[b, c]] = 1
+            if D > 0:
+                sum_rows(j, lo, hi, pairs, x, at, grads, share, whole, _coming(tid, n, places, i, j, m))
+            sum_part(j, lo, hi, pairs, D, grads, share, sums)
         j = _claim(tid, n, counter, BY_ROWS, m)
     return n_hits
 
@@ -248,12 +250,13 @@ def _by_rows(
 @njit(**OPTIONS)
 def _undo(rows: Array, state: tuple, scored: tuple, summed: tuple) -> None:
     """Put back the local parameters of a step that will not be taken, and clear what was summed of it."""
-    well, kept, whole, met, B = scored[2], scored[3], summed[4], summed[5], rows.shape[0]
+    well, kept, whole, sums, B = scored[2], scored[3], summed[4], summed[5], rows.shape[0]
     m = well.shape[0]
     for j in range(m):
         if well[j]:
             _keep(B * j // m, B * (j + 1) // m, rows, state, kept, True)
-    whole[0][:], whole[1][:], met[...] = 0, 0, 0
+    whole[0][:], whole[1][:] = 0, 0
+    sums[0][...], sums[1][...], sums[2][...] = 0, 0, 0
 
 
 @njit(**OPTIONS)
@@ -267,22 +270,13 @@ def _push_biases(
 
 
 @njit(**OPTIONS)
-def _push_rows(
-    tid: int, n: int, counter: Array, pairs: Array, grad: Array, share: Array, arrays: tuple, rule: tuple,
-    summed: tuple, few: tuple,
-) -> None:  # fmt: skip
-    """The biases, and share by share the weights whose gradients are summed."""
-    whole, met = summed[4], summed[5]
-    K = met.shape[1]
+def _step_parts(tid: int, n: int, counter: Array, D: int, arrays: tuple, rule: tuple, summed: tuple) -> None:
+    """Share by share of the classes, whose gradients are summed."""
+    whole, sums, K = summed[4], summed[5], arrays[3].shape[0]
     m = min(K, SHARES * n)
-    if _first_to_come(n, counter):
-        _push_biases(pairs, grad, share, arrays, rule, summed, few)
     j = _claim(tid, n, counter, PUSH, m)
     while j >= 0:
-        for k in range(K * j // m, K * (j + 1) // m):
-            if met[:, k].any():
-                met[:, k] = 0
-                step_summed(k, arrays, rule, whole)
+        step_parts(K * j // m, K * (j + 1) // m, sums, D, arrays, rule, whole)
         j = _claim(tid, n, counter, PUSH, m)
 
 
@@ -306,7 +300,7 @@ def _prepare(
     j = _claim(tid, n, counter, DRAW, m) if to_draw < M else -1
     while j >= 0:
         lo, hi, own = B * j // m, B * (j + 1) // m, pairs[to_draw % HELD]
-        _draw(lo, hi, seeds[to_draw], order[to_draw], labels, K, own, table)
+        _draw(lo, hi, seeds[to_draw, 0], order[to_draw], labels, K, own, table)
         j = _claim(tid, n, counter, DRAW, m)
 
 
@@ -321,7 +315,7 @@ def take_steps(
     `plan` says what differs between them, `data` are the rows where they lie, `common` is everybody's and `own` this
     thread's scratch. Fewer than M were taken where a score of the next is not finite; of that step nothing has moved.
     """
-    order, places, begin, end, seeds, alphas, rules, u, wanted = plan
+    order, places, begin, end, seeds, alphas, rules, wanted = plan
     (labels, weights, x, column, slot, value, feature), (few, table, sink) = data, own
     drawn, grouped, scored, summed = common
     weight, bias, distinct, start, cuts, n_groups = arrays[0], arrays[3], grouped[4], grouped[5], grouped[6], grouped[7]
@@ -330,7 +324,7 @@ def take_steps(
     rule = (kinds[0], kinds[1], r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7])
     if how != ROWS:
         lo, hi = B * tid // n, B * (tid + 1) // n
-        _draw(lo, hi, seeds[0], order[0], labels, bias.shape[0], drawn[0], table)
+        _draw(lo, hi, seeds[0, 0], order[0], labels, bias.shape[0], drawn[0], table)
         if not together(counter, tid, n):
             return ALONE
     if how == GROUPS:
@@ -351,7 +345,7 @@ def take_steps(
                 return ALONE
         if tid == 0:
             _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
-        by_rows = (order, places, seeds, u, bounds[i, : B * wanted[i]])
+        by_rows = (order, places, seeds, bounds[i, : B * wanted[i]])
         hits[i, tid] = _by_rows(
             how, i, tid, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
         )  # fmt: skip
@@ -366,7 +360,7 @@ def take_steps(
         if how == GROUPS:
             _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
         elif how == ROWS:
-            _push_rows(tid, n, counter, drawn[i % HELD], flat, share, arrays, rule, summed, few)
+            _step_parts(tid, n, counter, x.shape[1], arrays, rule, summed)
         if how != BIASES and not together(counter, tid, n):
             return ALONE
         if how != ROWS:

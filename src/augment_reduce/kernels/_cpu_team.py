@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from ._cpu_classes import table_size
 from ._cpu_meet import LEFT, first_queue, helpers, new_counter
 from ._cpu_push import PARTS
-from ._cpu_step import ALONE, GROUPS, HELD, ROWS, SHARES, take_steps
+from ._cpu_step import ALONE, BIASES, GROUPS, HELD, ROWS, SHARES, take_steps
 from ._cpu_types import Array
 
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
@@ -67,7 +68,7 @@ class Team:
     ) -> None:  # fmt: skip
         """`held` are the local parameters."""
         pairs, most = B * (1 + S), min(K, B * (1 + S))
-        sorted_, k, parts = (pairs, 0, 0) if how == GROUPS else (0, K, PARTS if how == ROWS else 0)
+        sorted_, k, parts = (pairs if how == GROUPS else 0), (K if how == BIASES else 0), (PARTS if how == ROWS else 0)
         self.n, self.counter = n, new_counter(n)
         self.drawn = np.empty((HELD, B, 1 + S), np.uint32)
         self.grouped = (
@@ -81,8 +82,9 @@ class Team:
         sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
         biases = np.zeros(most, dtype), np.zeros(most, dtype)
         self.summed = (*biases, sums, np.empty(most + 1, np.int64))
-        self.met = np.zeros((parts, -(-k // 128) * 128), np.uint8)[:, :k]  # no two parts in one cache line
-        self.tables = np.empty((n, 1 << (4 * S).bit_length()), np.int64)
+        apart = -(-K // 128) * 128  # no two parts in one cache line
+        self.parts = tuple(np.zeros((parts, apart), kind) for kind in (dtype, dtype, np.uint8))
+        self.tables = np.empty((n, table_size(S)), np.int64)
         self.sinks = np.empty((n, 64), dtype)
 
     def run(self, M: int, arguments: tuple, few: list[tuple]) -> Taken:
@@ -90,7 +92,7 @@ class Team:
         B, (others, counter) = len(self.scored[0]), (helpers(self.n - 1), self.counter)
         counter[first_queue(self.n) :] = 0
         out = np.empty((M, B), self.scored[0].dtype), np.zeros((M, self.n), np.int64)
-        common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.met))
+        common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.parts))
         try:
             for tid, other in enumerate(others, start=1):
                 other.start(partial(self._part, counter, tid, arguments, common, few[tid], out))

@@ -17,11 +17,12 @@ import torch
 from ..local import Clock, NaturalGradient, Reparameterised
 from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
-from ..sampler import UniformPerRow, draw_seed
+from ..sampler import UniformPerRow
+from ..seeds import StepGenerators, draw_seed
 from . import _cpu_team, cpu, runs
 from ._cpu_batch import dense_enough, in_place, load, plain, read_only, spans, worth_numbering
 from ._cpu_classes import sorting
-from ._cpu_local import MODELS, two_draws
+from ._cpu_local import MODELS
 from ._cpu_push import PARTS
 from ._cpu_step import BIASES, GROUPS, ROWS
 from ._cpu_team import Taken, Team, most_threads
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ..vem import Problem, State
 
 WORTH_THREADS = 100_000  # multiply-adds of a minibatch's scores from which a second thread pays
-AT_ONCE, MOST = 60_000_000, 64  # such multiply-adds in one call, some 60 ms of steps; and how many of these at most
+AT_ONCE, MOST = 60_000_000, 128  # such multiply-adds in one call, some 60 ms of steps; and how many of these at most
 A_PAIR = 16  # what a pair costs beside them: drawing its class, sorting it, an exponential
 NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
@@ -144,18 +145,19 @@ class CompiledStep:
     def plan(
         self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
     ) -> tuple:
-        """What differs between steps: seeds, sizes of the E step, numbers of the optimiser, draws, bounds wanted."""
-        (M, B), noise, kind = order.shape, self.problem.noise, self.parameters.weight.dtype
-        seeds, draws = torch.empty(M, dtype=torch.int64), torch.empty((M, 2, 0 if self.softmax else B), dtype=kind)
-        for i, (seed, generator) in enumerate(zip(seeds.unbind(), generators, strict=True)):
-            draw_seed(generator, seed)
-            if not self.softmax:
-                two_draws(noise, generator, draws[i])
-        alphas = np.zeros(M, self.dtype)
-        if not self.flags[0]:  # else they go by the rows' visits
-            alphas[:] = [self.rule.step_size.now(clock) for clock in clocks]
-        rules = np.array([cpu.step_of_rule(self.problem.optimizer, c.iteration, self.problem.prior) for c in clocks])
-        return seeds.numpy(), alphas, rules.astype(self.dtype), draws.numpy(), np.array(wanted, np.bool_)
+        """What differs between steps: seeds (of the classes, and of the two draws of q where there are draws), sizes of
+        the E step, numbers of the optimiser, bounds wanted."""
+        n_seeds, M = 1 if self.softmax else 3, len(order)
+        if isinstance(generators, StepGenerators):
+            seeds = generators.draw_seeds(n_seeds)
+        else:
+            seeds = np.array([[draw_seed(generator) for _ in range(n_seeds)] for generator in generators])
+        alphas, step = np.zeros(M, self.dtype), self.rule.step_size
+        if step.counts != "visits":  # of the rows
+            one = step.counts == "epoch" and clocks[0].epoch == clocks[-1].epoch
+            alphas[:] = step.now(clocks[0]) if one else [step.now(clock) for clock in clocks]
+        rules = cpu.steps_of_rule(self.problem.optimizer, [clock[0] for clock in clocks], self.problem.prior)
+        return seeds, alphas, rules.astype(self.dtype), np.array(wanted, np.bool_)
 
     def take(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
         """The steps, by n threads where nobody else has them."""
@@ -173,7 +175,8 @@ class CompiledStep:
         key = (n, how, B)
         if key not in self.teams:
             self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype, self.held)
-        size = {ROWS: PARTS * K * D, BIASES: 0, GROUPS: D if len(data[0]) else len(data[4]) or D}[how]
+        x = data[0]
+        size = {ROWS: PARTS * K * x.shape[1], BIASES: 0, GROUPS: D if len(x) else len(data[4]) or D}[how]
         few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
         kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)
         model, step = MODELS[self.problem.noise.name], self.rule.step_size
@@ -211,7 +214,8 @@ class CompiledStep:
             raise IndexError(f"Expected rows in [0, {X.n_rows}), found {order.min()} to {order.max()}.")
         nowhere = WORK.array("zeros", M * B, np.int64).reshape(M, B)
         nothing = tuple(cpu._csr(None, B, self.dtype))[2:]
-        biases = (BIASES, (order, nowhere, nowhere), (self.none.reshape(0, 0), *nothing))
+        way = ROWS if cpu.few_classes(len(arrays.weight), B * (1 + self.S)) else BIASES
+        biases = (way, (order, nowhere, nowhere), (self.none.reshape(0, 0), *nothing))
         if not D or (isinstance(X, SparseRows) and not len(X.values)):
             return biases
         if self.lie is not None and isinstance(X, DenseRows):

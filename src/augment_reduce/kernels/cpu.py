@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Timer
 
 import numpy as np
@@ -43,6 +43,7 @@ from .rows import DenseRows, Rows, SparseRows
 
 NO_LABELS = np.empty(0, np.int64)
 FEW_CLASSES = 2**11
+PAIRS_A_CLASS = 1  # from so many on biases are summed row by row
 FEW_WEIGHTS = 2**15  # entries of K x D whose gradient stays in the second cache: no need to go class by class
 
 
@@ -137,23 +138,27 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
     own = NO_LABELS if labels is None else _values(labels, torch.int64)
     if out.size:
         cuts = split(B, lambda: np.full(B, 8 * S))
-        size = 1 << (4 * S).bit_length()
+        size = _cpu_classes.table_size(S)
         tables = WORK.array("table", (len(cuts) - 1) * size, np.int64).reshape(-1, size)
         run(_cpu_classes.floyd, cuts, (u, n, own, out), [(table,) for table in tables])
     return torch.from_numpy(out)
 
 
-def step_of_rule(optimizer: RowOptimizer, t: int, prior: Prior | None) -> tuple[float, ...]:
-    """The numbers of `Rule` at iteration t, from `rate` on."""
-    rate, first, second, third = optimizer.scalars(t)
-    numbers = (rate, 0.0, 0.0, 0.0, 0.0, first)
+def steps_of_rule(optimizer: RowOptimizer, turns: Sequence[int], prior: Prior | None) -> Array:
+    """The numbers of `Rule` at each iteration of `turns`, from `rate` on."""
+    rate, first, second, third = np.array([optimizer.scalars(t) for t in turns]).T
+    numbers = np.zeros((len(turns), 8))
     if optimizer.kind in (SECTION4, SECTION4_EVERY_ENTRY):
-        numbers = (rate, first, 1.0 - first, second, 0.0, 0.0)
+        numbers[:, 1], numbers[:, 2], numbers[:, 3] = first, 1.0 - first, second
     elif optimizer.kind == ADAM:
-        numbers = (rate, first, 1.0 - first, second, 1.0 - second, third)
+        numbers[:, 1], numbers[:, 2], numbers[:, 3], numbers[:, 4] = first, 1.0 - first, second, 1.0 - second
+        numbers[:, 5] = third
+    else:
+        numbers[:, 5] = first
     of_biases = optimizer.for_biases()
-    bias_rate = rate if of_biases is optimizer else of_biases.scalars(t)[0]
-    return (*numbers, 1.0 if prior is None else prior.variance, bias_rate)
+    numbers[:, 0], numbers[:, 6] = rate, 1.0 if prior is None else prior.variance
+    numbers[:, 7] = rate if of_biases is optimizer else [of_biases.scalars(t)[0] for t in turns]
+    return numbers
 
 
 def kinds_of_rule(optimizer: RowOptimizer, prior: Prior | None, shares: bool) -> tuple[int, int]:
@@ -165,7 +170,7 @@ def kinds_of_rule(optimizer: RowOptimizer, prior: Prior | None, shares: bool) ->
 def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | None, dtype: np.dtype) -> Rule:
     """The optimiser's step at iteration t in numbers."""
     kinds = kinds_of_rule(optimizer, prior, share is not None)
-    return Rule(*kinds, *np.array(step_of_rule(optimizer, t, prior), dtype))
+    return Rule(*kinds, *steps_of_rule(optimizer, [t], prior)[0].astype(dtype))
 
 
 def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
@@ -242,18 +247,32 @@ def _push_groups(
     run(push_biases, [], (groups.classes, *bias, arrays, rule, few[0]))
 
 
+def few_classes(K: int, n_pairs: int) -> bool:
+    """Whether going through all biases costs no more than going through the pairs."""
+    return n_pairs >= PAIRS_A_CLASS * K
+
+
 def _push_rows(pairs: Array, x: Array, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule) -> None:
     """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers."""
-    K, dtype = len(arrays.weight), arrays.weight.dtype
+    K, dtype, parts = len(arrays.weight), arrays.weight.dtype, _cpu_push.PARTS
     check_classes(pairs, K)
-    flat, most = pairs.reshape(-1), min(K, pairs.size)
-    sums = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
-    few = _buffers(1, _cpu_push.PARTS * arrays.weight.size if x.size else 0, most, dtype)[0]
-    touched = WORK.array("touched", most + 1, np.int64)
-    run(
-        _cpu_push.push_rows, [],
-        ((flat, touched), x, rows, grad, share, arrays, rule, sums, *_bias_sums(most, dtype), few),
-    )  # fmt: skip
+    most = min(K, pairs.size)
+    if x.size or few_classes(K, pairs.size):
+        sums = _sums_of_parts(K, x.size > 0, dtype)
+        few = _buffers(1, parts * arrays.weight.size if x.size else 0, most, dtype)[0]
+        run(_cpu_push.push_rows, [], (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, sums, few))
+        return
+    of_all = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
+    flat = (pairs.reshape(-1), WORK.array("touched", most + 1, np.int64))
+    few = _buffers(1, 0, most, dtype)[0]
+    run(_cpu_push.push_pair_biases, [], (flat, grad, share, arrays, rule, of_all, *_bias_sums(most, dtype), few))
+
+
+def _sums_of_parts(K: int, of_weights: bool, dtype: np.dtype) -> tuple[Array, Array, Array]:
+    """What `_cpu_push.sum_part` adds to."""
+    parts, met = _cpu_push.PARTS, K if of_weights else 0
+    g, c = (WORK.array(name, parts * K, dtype).reshape(parts, K) for name in ("part_g", "part_c"))
+    return g, c, WORK.array("part_met", parts * met, np.uint8).reshape(parts, met)
 
 
 def push_pairs(

@@ -70,18 +70,6 @@ class Minibatch(NamedTuple):
     alike: Alike | None = None  # which of the rows have the same features, where that is known
 
 
-def many_uniforms(B: int, S: int, generator: torch.Generator) -> Tensor:
-    """(B, S) in float64, from one number of the generator: five times as fast as torch.rand."""
-    from ..kernels.cpu import uniforms
-
-    return uniforms(int(draw_seed(generator)), B, S)
-
-
-def draw_seed(generator: torch.Generator, out: Tensor | None = None) -> Tensor:
-    """One number of the generator, from which many follow."""
-    return (torch.empty((), dtype=torch.int64) if out is None else out).random_(generator=generator)
-
-
 class ClassSampler:
     """Base of the samplers: `bind` once to the training labels, then `draw` at every step.
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled, halved, many_uniforms
+from ..seeds import many_uniforms
+from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled, halved
 from .fixed import _Frequency
 
 ROWS_LOOKED_AT = 32  # rows of a minibatch on which classes are compared

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..seeds import many_uniforms
 from .base import (
     ClassSampler,
     DrawWithoutReplacement,
@@ -21,7 +22,6 @@ from .base import (
     frequencies,
     halved,
     in_halves,
-    many_uniforms,
     whole,
 )  # fmt: skip
 
