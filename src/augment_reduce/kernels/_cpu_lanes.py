@@ -35,15 +35,19 @@ def _all_lanes(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
 
+def _send_for(builder: Any, data: Any, index: Any, to_write: bool = False) -> None:
+    """Ask for the cache line of data[index]."""
+    at = builder.bitcast(builder.gep(data, [index]), cgutils.voidptr_t)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+    builder.call(function, [at, I32(int(to_write)), I32(2), I32(1)])
+
+
 def _ask_for(to_write: bool) -> Any:
     """Code that asks for the cache line of args[0][args[1]]."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = _data(context, builder, signature.args[0], args[0])
-        at = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
-        builder.call(function, [at, I32(int(to_write)), I32(2), I32(1)])
+        _send_for(builder, _data(context, builder, signature.args[0], args[0]), args[1], to_write)
         return context.get_dummy_value()
 
     return codegen
@@ -95,3 +99,32 @@ def dot_lanes(typing_context: Any, to: Any, i: Any, index: Any, value: Any, n: A
         return context.get_dummy_value()
 
     return types.void(to, types.uint64, index, value, types.intp, table), codegen
+
+
+@intrinsic
+def dot2_lanes(typing_context: Any, to: Any, x: Any, i: Any, w: Any, j: Any, k: Any, n: Any, coming: Any) -> tuple:
+    """to[:16] = x[i:i+16] * w[j:j+16] + x[i+16:i+32] * w[j+16:j+32] + ..., n times, and to[16:32] the same with k.
+
+    For flat arrays. Each line of x that is read sends for one of x[coming:]: all at once they would have to wait.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, align = context.get_value_type(signature.args[1].dtype), signature.args[1].dtype.bitwidth // 8
+        target, rows, weights = (_data(context, builder, signature.args[a], args[a]) for a in (0, 1, 3))
+        zeros = ir.Constant(ir.VectorType(number, LANES), None)
+        totals = [(cgutils.alloca_once_value(builder, zeros), args[a]) for a in (4, 5)]
+        with cgutils.for_range(builder, args[6]) as loop:
+            d = builder.mul(loop.index, I64(LANES))
+            row = builder.load(_lanes_at(builder, rows, builder.add(args[2], d), number), align=align)
+            for total, first in totals:
+                weight = builder.load(_lanes_at(builder, weights, builder.add(first, d), number), align=align)
+                product = builder.fmul(row, weight, flags=("contract",))
+                builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+            _send_for(builder, rows, builder.add(args[7], d))
+        for a, (total, _) in enumerate(totals):
+            place = _lanes_at(builder, target, I64(a * LANES), number)
+            builder.store(builder.load(total), place, align=align)
+        return context.get_dummy_value()
+
+    place = types.uint64
+    return types.void(to, x, place, w, place, place, types.intp, place), codegen

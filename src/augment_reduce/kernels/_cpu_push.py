@@ -238,22 +238,15 @@ def _in_groups(classes: Array, K: int, start: Array, order: Array) -> None:
 
 
 @njit(**OPTIONS)
-def _send_for(x: Array, at: Array, first: int, last: int) -> None:
-    for b in range(first, last):
-        for d in range(0, x.shape[1], 16):
-            prefetch(x, at[b] * x.shape[1] + d)
-
-
-@njit(**OPTIONS)
 def sum_rows(
-    part: int, lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, few: tuple,
-    coming: Array,
-) -> None:  # fmt: skip
+    part: int, lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, few: tuple
+) -> None:
     """Add rows lo..hi, which are this part (a quarter) of the rows, to every class's gradient and prior share in
     `few`, in their order. Whoever sums a part, its sums are the same.
 
-    Rows that are coming are sent for in between: sums wait for nothing, so memory has the time."""
-    D, C, P, n_coming = x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1], coming.shape[0]
+    Rows come from the second cache, as they were scored just before. Sending for the next ones meanwhile wins nothing:
+    both pass through the same few buffers."""
+    D, C, P = x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1]
     K, first_of, g, c = few[0].shape[0] // PARTS // max(1, D), part * (few[0].shape[0] // PARTS), few[0], few[1]
     if P == 0:
         return
@@ -262,7 +255,6 @@ def sum_rows(
     _in_groups(own, K, start, order)
     for k in range(K):
         p, last, mine = start[k], start[k + 1], g[first_of + k * D : first_of + (k + 1) * D]
-        _send_for(x, coming, n_coming * p // P, n_coming * last // P)
         while p + 4 <= last:
             i0, i1, i2, i3 = order[p], order[p + 1], order[p + 2], order[p + 3]
             x0, x1, x2, x3 = x[at[lo + i0 // C]], x[at[lo + i1 // C]], x[at[lo + i2 // C]], x[at[lo + i3 // C]]
@@ -316,7 +308,7 @@ def push_rows(
     for part in range(PARTS):
         lo, hi = B * part // PARTS, B * (part + 1) // PARTS
         if D > 0:
-            sum_rows(part, lo, hi, pairs, x, at, grad, share, few, at[:0])
+            sum_rows(part, lo, hi, pairs, x, at, grad, share, few)
         sum_part(part, lo, hi, pairs, D, grad, share, sums)
     step_parts(0, arrays[3].shape[0], sums, D, arrays, rule, few)
 

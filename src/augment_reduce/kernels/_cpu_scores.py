@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from ._cpu_batch import Batch
-from ._cpu_lanes import LANES, dot_lanes, prefetch
+from ._cpu_lanes import LANES, dot2_lanes, dot_lanes
 from ._cpu_types import OPTIONS, Array, Csr, Groups
 from ._cpu_work import WORK, run, split
 
@@ -24,13 +24,19 @@ def _dot(w: Array, x: Array) -> float:
     return total
 
 
-@njit(**SUMS)
-def _dot2(w0: Array, w1: Array, x: Array) -> tuple:
-    """Two classes against one row: each feature is read once."""
+@njit(**OPTIONS)
+def _dot2(x: Array, row: int, weight: Array, k: int, j: int, sums: Array, coming: int) -> tuple:
+    """Two classes against one row: each feature is read once, while another row is sent for."""
+    D = x.shape[1]
+    first, wide = np.uint64(row * D), D // LANES
+    dot2_lanes(sums, x, first, weight, np.uint64(k * D), np.uint64(j * D), wide, np.uint64(coming * D))
     t0 = t1 = x.dtype.type(0)
-    for d in range(x.shape[0]):
-        t0 += w0[d] * x[d]
-        t1 += w1[d] * x[d]
+    for s in range(LANES):
+        t0 += sums[s]
+        t1 += sums[LANES + s]
+    for d in range(wide * LANES, D):
+        t0 += weight[k, d] * x[row, d]
+        t1 += weight[j, d] * x[row, d]
     return t0, t1
 
 
@@ -104,21 +110,17 @@ def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, at: Array, weight: A
 
 @njit(cache=True, **OPTIONS)
 def score_rows(classes: Array, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
-    """All pairs of rows x[at], row by row: for weights so few that they stay in cache, while rows come from afar.
-
-    `at` may be longer than the pairs: rows that come next are sent for."""
-    for b in range(classes.shape[0]):
-        if b + 2 < at.shape[0]:
-            for d in range(0, x.shape[1], 16):
-                prefetch(x, at[b + 2] * x.shape[1] + d)
-        row, c = x[at[b]], 0
-        while c + 2 <= classes.shape[1]:
-            k, j = classes[b, c], classes[b, c + 1]
-            t, u = _dot2(weight[k], weight[j], row)
-            out[b, c], out[b, c + 1] = bias[k] + t, bias[j] + u
-            c += 2
-        if c < classes.shape[1]:
-            out[b, c] = bias[classes[b, c]] + _dot(weight[classes[b, c]], row)
+    """All pairs of rows x[at], row by row: for weights so few that they stay in cache, while rows come from afar."""
+    B, C, sums = classes.shape[0], classes.shape[1], np.empty(2 * LANES, x.dtype)
+    for b in range(B):
+        coming = at[min(b + 2, B - 1)]
+        for c in range(0, C, 2):
+            k, j = np.int64(classes[b, c]), np.int64(classes[b, min(c + 1, C - 1)])
+            t, u = _dot2(x, at[b], weight, k, j, sums, coming)
+            out[b, c] = bias[k] + t
+            if c + 1 < C:
+                out[b, c + 1] = bias[j] + u
+            coming = at[b]  # which is here
 
 
 @njit(cache=True, **OPTIONS)

@@ -208,14 +208,6 @@ def _to_gradients(
 
 
 @njit(**OPTIONS)
-def _coming(tid: int, n: int, places: Array, i: int, j: int, m: int) -> Array:
-    """Where the rows lie that this thread is likely to need after stretch j of m of minibatch i."""
-    B = places.shape[1]
-    i, j = (i, j + 1) if j + 1 < m * (tid + 1) // n else (i + 1, m * tid // n)
-    return places[i, B * j // m : B * (j + 1) // m] if i < places.shape[0] else places[0, :0]
-
-
-@njit(**OPTIONS)
 def _by_rows(
     how: int, i: int, tid: int, n: int, counter: Array, plan: tuple, data: tuple, local: tuple, drawn: tuple,
     table: Array, share: Array, arrays: tuple, scored: tuple, summed: tuple,
@@ -241,7 +233,7 @@ def _by_rows(
         n_hits += max(0, hits)
         if how == ROWS and well[j]:
             if D > 0:
-                sum_rows(j, lo, hi, pairs, x, at, grads, share, whole, _coming(tid, n, places, i, j, m))
+                sum_rows(j, lo, hi, pairs, x, at, grads, share, whole)
             sum_part(j, lo, hi, pairs, D, grads, share, sums)
         j = _claim(tid, n, counter, BY_ROWS, m)
     return n_hits
