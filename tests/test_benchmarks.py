@@ -14,6 +14,8 @@ import torch
 from augment_reduce import Adagrad, AugmentReduceClassifier
 from augment_reduce.data import random_like
 from augment_reduce.experiments import sources
+from augment_reduce.noise import resolve_noise
+from augment_reduce.quadrature import log_likelihood
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -285,6 +287,22 @@ def test_the_bar_of_exact_softmax(benchmark_named, tmp_path):
     best = max((row for row in rows if row["rows"] == "held out, best moment"), key=lambda row: row["log_likelihood"])
     assert rows[-2]["v"] in {row["v"] for row in rows}
     assert float(best["log_likelihood"]) < 0
+
+
+def test_exact_maxima_of_the_three_models(benchmark_named, tmp_path):
+    rows = benchmark_named("exact_map").main(["--tiny", "--out", str(tmp_path / "map.csv")])
+    assert [row["rows"] for row in rows] == 6 * ["held out 0", "test"]
+    assert {row["model"] for row in rows} == {"softmax", "probit", "logistic"}
+    assert len((tmp_path / "map.csv").read_text().splitlines()) == 13
+
+
+@pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
+def test_exact_maxima_are_of_the_library_s_likelihood(benchmark_named, model):
+    """Trapezoids against the library's own quadrature, at gaps up to 25."""
+    psi = torch.randn(50, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
+    y = torch.arange(50) % 10
+    expected = log_likelihood(resolve_noise(model), psi, y)
+    torch.testing.assert_close(benchmark_named("exact_map").log_p(model, psi, y), expected, rtol=1e-8, atol=1e-8)
 
 
 def test_the_bar_of_the_same_optimiser(benchmark_named, tmp_path):

@@ -183,7 +183,8 @@ def train(
             took = time.perf_counter() - started
             progress.advance(M)
             for u, info in zip(turns, infos, strict=True):
-                window.add(info, rows.shape[1])
+                if info.bound is not None or info.floor_hits:  # few have either, and steps may be short
+                    window.add(info, rows.shape[1])
                 looks = schedule.evaluates(u, last)
                 if looks or u % schedule.record_every == 0:
                     score = evaluators.validation() if looks and evaluators.validation else math.nan

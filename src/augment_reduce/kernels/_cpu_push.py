@@ -209,10 +209,6 @@ def _fold(a: Array, b: Array, c: Array, d: Array) -> None:
 def step_parts(lo: int, hi: int, sums: tuple, D: int, arrays: tuple, rule: tuple, few: tuple) -> None:
     """The steps of classes lo..hi from what `sum_part` left and, where there are features, `sum_rows`; clears both."""
     g, c, met = sums
-    for k in range(lo, hi, 16):
-        prefetch_to_write(arrays[3], k)
-        for part in range(PARTS):
-            prefetch_to_write(g, part * g.shape[1] + k)
     for k in range(lo, hi if D > 0 else lo):
         if met[:, k].any():
             met[:, k] = 0
