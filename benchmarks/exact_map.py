@@ -32,7 +32,7 @@ VARIANCES = {
     "probit": (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.3),
     "logistic": (0.1, 0.2, 0.3, 0.5, 1.5),
 }
-GRIDS = {"probit": (-9.0, 13.0, 89), "logistic": (-36.0, 40.0, 153)}  # from, to and how many values of eps
+GRIDS = {"probit": (-9.0, 25.0, 137), "logistic": (-36.0, 40.0, 153)}  # from, to and how many values of eps
 BIAS_SCALE = 7.0
 BLOCK = 20_000  # rows at once
 FIELDS = (

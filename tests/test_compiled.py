@@ -32,7 +32,7 @@ RULES = {
     "paper logistic": (Logistic(), Reparameterised(uses_updated=True)),
     "our logistic": (Logistic(), Reparameterised()),
 }
-B, K, D, N = 37, 11, 9, 90
+B, K, D, N = 37, 11, 37, 90  # D: two sixteens of features, and some
 
 
 def generator(seed: int) -> torch.Generator:
@@ -262,6 +262,38 @@ def test_minibatches_smaller_than_the_shares_they_are_cut_into(size, kind, few, 
         with torch.inference_mode():
             vem.step(problem, state, np.arange(size), Clock(1, 1), generator=generator(1))
         found.append((parameters.weight, parameters.bias, *state.local.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("n_pairs", [K - 1, K, K + 1])
+def test_biases_are_summed_in_quarters_from_one_pair_a_class_on_where_no_row_has_features(n_pairs):
+    without, some = (as_rows(sp.csr_matrix((5, D), dtype=np.float32)), as_rows(sp.eye(5, D, dtype=np.float32).tocsr()))
+    assert cpu.in_quarters(without, D, K, n_pairs) == (n_pairs >= K)
+    assert not cpu.in_quarters(some, D, K, n_pairs)
+
+
+def test_an_empty_minibatch_is_summed_as_it_would_be_alone(monkeypatch):
+    """Beside one that has features, in one call, and in calls of their own: to the last bit."""
+    monkeypatch.setattr(_cpu_batch, "DENSE_FROM", 1.0)
+    x = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
+    x[np.random.default_rng(1).random(x.shape) < 0.9] = 0
+    x[45:] = 0
+    found = []
+    for at_once in (1, 2):
+        problem = problem_of("our softmax", "sparse", Adagrad(), True, False, torch.float32)
+        problem.X, problem.may_compile = as_rows(sp.csr_matrix(x)), True
+        weight, bias = torch.randn(K, D, generator=generator(1)) * 0.3, torch.randn(K, generator=generator(2))
+        parameters = reference.Parameters(weight, bias, [torch.zeros(K, D)], [torch.zeros(K)])
+        state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
+        state.local["visits"] += 1
+        with torch.inference_mode():
+            for i in range(0, 2, at_once):
+                turns = range(1 + i, 1 + i + at_once)
+                vem.steps(
+                    problem, state, np.arange(N).reshape(2, 45)[i : i + at_once], [Clock(t, 1) for t in turns],
+                    generators=[generator(t) for t in turns], wanted=[False] * at_once,
+                )  # fmt: skip
+        found.append((weight, bias, parameters.bias_state[0]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

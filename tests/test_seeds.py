@@ -76,6 +76,9 @@ def test_compiled_draws_are_those_in_torch_whoever_makes_which(family, normal):
     seed, found = draw_seed(torch.Generator().manual_seed(9)), np.empty(101)
     for lo, hi in ((0, 40), (40, 41), (41, 101)):
         standard_draws(normal, seed, lo, found[lo:hi])
+    whole = np.empty(101)
+    standard_draws(normal, seed, 0, whole)
+    assert np.array_equal(found, whole)
     np.testing.assert_allclose(found, expected, rtol=2e-14, atol=2e-14)
     quantile = ndtri if normal else logit
     np.testing.assert_allclose(expected, quantile(reference.uniforms(seed, 1, 101)[0].numpy()), rtol=1e-14, atol=1e-14)

@@ -49,7 +49,7 @@ def _number(state: Array, far: Array, j: int, i: int) -> Any:
 @njit(cache=True, **OPTIONS)
 def first_numbers(seeds: Array, out: Array) -> None:
     """out (M, n) = the first n int64 of a generator of torch that is seeded with seeds[i]: two numbers of the Mersenne
-    twister each. These need 398 + 2 n of its 624 words, which are made for all generators side by side."""
+    twister each. These need 397 + 2 n of its 624 words, which are made for all generators side by side."""
     M, n = out.shape
     state, far, word = np.empty((2 * n + 1, M), np.uint32), np.empty((2 * n, M), np.uint32), np.empty(M, np.uint32)
     for i in range(M):

@@ -214,7 +214,7 @@ class CompiledStep:
             raise IndexError(f"Expected rows in [0, {X.n_rows}), found {order.min()} to {order.max()}.")
         nowhere = WORK.array("zeros", M * B, np.int64).reshape(M, B)
         nothing = tuple(cpu._csr(None, B, self.dtype))[2:]
-        way = ROWS if cpu.few_classes(len(arrays.weight), B * (1 + self.S)) else BIASES
+        way = ROWS if cpu.in_quarters(X, D, len(arrays.weight), B * (1 + self.S)) else BIASES
         biases = (way, (order, nowhere, nowhere), (self.none.reshape(0, 0), *nothing))
         if not D or (isinstance(X, SparseRows) and not len(X.values)):
             return biases

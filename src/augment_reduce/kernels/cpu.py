@@ -247,17 +247,22 @@ def _push_groups(
     run(push_biases, [], (groups.classes, *bias, arrays, rule, few[0]))
 
 
-def few_classes(K: int, n_pairs: int) -> bool:
-    """Whether going through all biases costs no more than going through the pairs."""
-    return n_pairs >= PAIRS_A_CLASS * K
+def in_quarters(X: Rows, D: int, K: int, n_pairs: int) -> bool:
+    """Whether biases are summed by quarters of the rows where none has a feature: where no row of all the data has
+    one (or how a minibatch is summed would depend on its neighbours), and going through all biases costs no more than
+    going through the pairs."""
+    without_features = D == 0 or (isinstance(X, SparseRows) and not len(X.values))
+    return without_features and n_pairs >= PAIRS_A_CLASS * K
 
 
-def _push_rows(pairs: Array, x: Array, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule) -> None:
+def _push_rows(
+    pairs: Array, x: Array, quarters: bool, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule
+) -> None:
     """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers."""
     K, dtype, parts = len(arrays.weight), arrays.weight.dtype, _cpu_push.PARTS
     check_classes(pairs, K)
     most = min(K, pairs.size)
-    if x.size or few_classes(K, pairs.size):
+    if x.size or quarters:
         sums = _sums_of_parts(K, x.size > 0, dtype)
         few = _buffers(1, parts * arrays.weight.size if x.size else 0, most, dtype)[0]
         run(_cpu_push.push_rows, [], (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, sums, few))
@@ -297,11 +302,12 @@ def push_pairs(
         c = _values(share, parameters.weight.dtype).reshape(-1)
     x = _read_in_place(X, rows, arrays.weight)
     if x is not None:
-        _push_rows(pairs, x, rows, g, c, arrays, rule)
+        _push_rows(pairs, x, True, rows, g, c, arrays, rule)
         return
     batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None
     if batch is None or batch.empty:
-        _push_rows(pairs, WORK.array("none", 0, dtype).reshape(0, 0), rows, g, c, arrays, rule)
+        quarters = in_quarters(X, arrays.weight.shape[1], len(arrays.weight), pairs.size)
+        _push_rows(pairs, WORK.array("none", 0, dtype).reshape(0, 0), quarters, rows, g, c, arrays, rule)
     else:
         _push_groups(group_by_class(pairs, len(arrays.weight)), batch, len(rows), g, c, arrays, rule)
 
