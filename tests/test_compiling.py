@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from augment_reduce import kernels
-from augment_reduce.kernels import cpu, forget_stale
+from augment_reduce.kernels import forget_stale, warm
 from augment_reduce.kernels.rows import SparseRows
 
 F32 = torch.float32
@@ -19,30 +19,30 @@ ROWS = SparseRows(np.array([0, 1], np.int32), np.zeros(1, np.int32), np.ones(1, 
 
 SECOND_PROCESS = """
 import numpy as np, torch
-from augment_reduce.kernels import cpu, _cpu_push
+from augment_reduce.kernels import warm, _cpu_push
 from augment_reduce.kernels.rows import SparseRows
 X = SparseRows(np.zeros(2, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), 3)
-assert not cpu.is_compiled(torch.float32)
-seconds = cpu.warm_up(X, torch.float32)
-assert cpu.is_compiled(torch.float32) and not cpu.is_compiled(torch.float32, shared=True)
+assert not warm.is_compiled(torch.float32)
+seconds = warm.warm_up(X, torch.float32)
+assert warm.is_compiled(torch.float32) and not warm.is_compiled(torch.float32, shared=True)
 misses = sum(sum(k.stats.cache_misses.values()) for k in (_cpu_push.push_groups, _cpu_push.push_biases))
 print(misses, seconds)
 """
 
 
 def test_a_second_process_loads_what_the_first_compiled():
-    cpu.warm_up(ROWS, F32)
-    assert cpu.is_compiled(F32)
+    warm.warm_up(ROWS, F32)
+    assert warm.is_compiled(F32)
     done = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "0", "the disk cache was not used"
 
 
 def test_warm_up_says_that_it_compiles_only_if_that_takes_long(monkeypatch):
     X, said = ROWS, []
-    monkeypatch.setattr(cpu, "_small_step", lambda *_: time.sleep(0.2))
-    assert cpu.warm_up(X, notify=lambda: said.append("compiling"), patience=0.01) >= 0.2
+    monkeypatch.setattr(warm, "_small_step", lambda *_: time.sleep(0.2))
+    assert warm.warm_up(X, notify=lambda: said.append("compiling"), patience=0.01) >= 0.2
     assert said == ["compiling"]
-    cpu.warm_up(X, notify=lambda: said.append("again"), patience=60)
+    warm.warm_up(X, notify=lambda: said.append("again"), patience=60)
     assert said == ["compiling"]
 
 

@@ -114,7 +114,7 @@ def spread(a: Array, column: Array, own_a: Array, own_column: Array, own_rows: A
 
 
 def table_size(S: int) -> int:
-    """Places for S picks of `floyd`: so many that few fall on one that is taken, which no processor foresees."""
+    """Places for S picks of `floyd`: so many that few fall on one that is taken: looking further is hard to foresee."""
     return int(1 << (16 * S).bit_length())
 
 

@@ -240,8 +240,8 @@ def sum_rows(
     """Add rows lo..hi, which are this part (a quarter) of the rows, to every class's gradient and prior share in
     `few`, in their order. Whoever sums a part, its sums are the same.
 
-    Rows come from the second cache, as they were scored just before. Sending for the next ones meanwhile wins nothing:
-    both pass through the same few buffers."""
+    Rows come from the second cache, as they were scored just before. Sending for the next ones meanwhile won nothing
+    (docs/benchmarks.md)."""
     D, C, P = x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1]
     K, first_of, g, c = few[0].shape[0] // PARTS // max(1, D), part * (few[0].shape[0] // PARTS), few[0], few[1]
     if P == 0:

@@ -11,10 +11,8 @@ CSR rows must not hold a feature twice; explicit zeros are fine.
 from __future__ import annotations
 
 import math
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from threading import Timer
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,7 +27,6 @@ from ..optim import (
     SECTION4_EVERY_ENTRY,
     Prior,
     RowOptimizer,
-    SectionFour,
 )
 from . import _cpu_classes, _cpu_push, _cpu_scores
 from ._cpu_batch import Batch, in_place, load
@@ -375,67 +372,3 @@ def push_shared(
         groups = group_by_class(own_class.reshape(-1)[alone][:, None], K)
         groups = groups._replace(row=of_row[alone // own_class.shape[1]].astype(np.uint32)[groups.row])
         _push_groups(groups, batch, B, own_g.reshape(-1)[alone], own_c, arrays, rule)
-
-
-KERNELS = {
-    "pairs": (_cpu_push.push_groups, _cpu_classes.floyd),
-    "shared": (_cpu_push.push_groups, _cpu_push.push_blocks, _cpu_classes.floyd),
-}
-
-
-def is_compiled(dtype: torch.dtype = torch.float32, *, shared: bool = False) -> bool:
-    """Whether this process has the kernels for weights of that dtype already."""
-    name = str(dtype).removeprefix("torch.")
-    return all(
-        any(name in str(s) for s in kernel.signatures) for kernel in KERNELS["shared" if shared else "pairs"][:-1]
-    )
-
-
-def warm_up(
-    X: Rows,
-    dtype: torch.dtype = torch.float32,
-    *,
-    shared: bool = False,
-    notify: Callable[[], None] | None = None,
-    patience: float = 0.5,
-) -> float:
-    """Compile, or load from Numba's disk cache, the kernels that a fit on such data uses; returns the seconds taken.
-
-    Calls `notify` once, from another thread, if that lasts longer than `patience` seconds: it is compiling,
-    which happens once for all later processes.
-    """
-    start = time.perf_counter()
-    timer = Timer(patience, notify or (lambda: None))
-    timer.daemon = True
-    timer.start()
-    try:
-        _small_step(X, dtype, shared)
-    finally:
-        timer.cancel()
-    return time.perf_counter() - start
-
-
-def _small_step(X: Rows, dtype: torch.dtype, shared: bool) -> None:
-    """Every kernel once, on rows of the same kind and dtypes as X."""
-    tiny: Rows
-    if isinstance(X, DenseRows):
-        tiny = DenseRows(np.eye(4, 6, dtype=X.values.dtype))
-    else:
-        indptr, indices = np.arange(5, dtype=X.indptr.dtype), np.arange(4, dtype=X.indices.dtype)
-        tiny = SparseRows(indptr, indices, np.ones(4, X.values.dtype), 6)
-    rows, optimizer, weight, bias = (
-        np.arange(4),
-        SectionFour(),
-        torch.zeros(5, 6, dtype=dtype),
-        torch.zeros(5, dtype=dtype),
-    )
-    state = Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
-    for uniform in (torch.float32, torch.float64):
-        pairs = draw_without_replacement(torch.zeros(4, 3, dtype=uniform), 5)
-    grad = torch.ones(4, 3, dtype=dtype)
-    pair_scores(tiny, rows, pairs, weight, bias)
-    if shared:
-        shared_scores(tiny, rows, pairs[0], weight, bias)
-        push_shared(tiny, rows, pairs[0], grad, pairs[:, :1], grad[:, :1], None, None, state, optimizer, 1, None)
-    else:
-        push_pairs(tiny, rows, pairs, grad, None, state, optimizer, 1, None)
