@@ -202,7 +202,7 @@ def test_an_empty_minibatch_is_summed_as_it_would_be_alone(monkeypatch):
             for i in range(0, 2, at_once):
                 turns = range(1 + i, 1 + i + at_once)
                 vem.steps(
-                    problem, state, np.arange(N).reshape(2, 45)[i : i + at_once], [Clock(t, 1) for t in turns],
+                    problem, state, np.arange(N).reshape(2, 45)[i : i + at_once], Clock(1 + i, 1),
                     generators=[generator(t) for t in turns], wanted=[False] * at_once,
                 )  # fmt: skip
         found.append((weight, bias, parameters.bias_state[0]))
@@ -226,7 +226,7 @@ def steps_of(
         for i in range(0, 6, at_once):
             turns = range(1 + i, 1 + i + at_once)
             state, new = vem.steps(
-                problem, state, order[i : i + at_once], [Clock(t, 1) for t in turns],
+                problem, state, order[i : i + at_once], Clock(1 + i, 1),
                 generators=(one.manual_seed(t) for t in turns), wanted=[t % 2 == 0 for t in turns],
             )  # fmt: skip
             infos += new
@@ -274,7 +274,7 @@ def test_steps_before_one_that_diverges_are_taken(monkeypatch):
     bad = np.flatnonzero(np.isnan(problem.X.values[:, 0])).reshape(2, 15)
     with torch.inference_mode(), pytest.raises(FloatingPointError, match="After iteration 4"):
         vem.steps(
-            problem, state, bad, [Clock(5, 1), Clock(6, 1)], generators=iter([generator(5), generator(6)]),
+            problem, state, bad, Clock(5, 1), generators=iter([generator(5), generator(6)]),
             wanted=[True, True],
         )  # fmt: skip
     assert (state.local["visits"] == 2).sum() == 60
@@ -301,7 +301,7 @@ def test_rows_that_cannot_be_read_where_they_lie_are_loaded(oddity):
         weight = torch.randn(K, n_features, generator=generator(1)) * 0.3
         parameters = reference.Parameters(weight, torch.zeros(K), [torch.zeros_like(weight)], [torch.zeros(K)])
         state = State(parameters, problem.local.init_state(N, torch.float32), Clock(0, 0))
-        steps = problem, state, np.arange(N).reshape(2, 45), [Clock(1, 1), Clock(2, 1)]
+        steps = problem, state, np.arange(N).reshape(2, 45), Clock(1, 1)
         with torch.inference_mode():
             assert vem.at_once(problem, state, 45) == 1 or oddity in ("large D", "dense enough")
             if oddity == "out of range":

@@ -37,6 +37,10 @@ class Clock(NamedTuple):
     iteration: int
     epoch: int
 
+    def later(self, steps: int) -> Clock:
+        """So many steps later, in the same epoch."""
+        return Clock(self.iteration + steps, self.epoch)
+
 
 @dataclass(frozen=True)
 class StepSize:

@@ -91,9 +91,14 @@ class RowOptimizer:
             return [torch.zeros_like(weight) for _ in range(self.n_states)]
         return [zeros(tuple(weight.shape), weight.dtype) for _ in range(self.n_states)]
 
-    def scalars(self, t: int) -> tuple[float, ...]:
-        """Everything the entry rule needs at iteration t (from 1), as four numbers."""
+    def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
+        """Everything the entry rule needs, as four numbers, at each iteration of `turns` (from 1); at once, since steps
+        may be short."""
         raise TypeError(f"{type(self).__name__} does not say its scalars.")
+
+    def scalars(self, t: int) -> tuple[float, ...]:
+        """Those of iteration t."""
+        return tuple(float(np.broadcast_to(each, 1)[0]) for each in self.scalars_of(np.array([t])))
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         """Update `state` in place; return (step size h, gradient to follow) per entry."""
@@ -142,12 +147,14 @@ class SectionFour(RowOptimizer):
     def n_states(self) -> int:
         return 2 if self.every_entry else 1
 
-    def scalars(self, t: int) -> tuple[float, ...]:
-        rho_0 = self.learning_rate
-        for _ in range(t // self.decay_every):  # multiplied one at a time: bit-equal to the authors' loop
-            rho_0 = self.decay * rho_0
-        kappa = 1.0 if (self.first_kappa_one and t == 1) else self.kappa
-        return rho_0 * t ** (-0.5 + 1e-16), kappa, float(t), 0.0
+    def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
+        decays = turns // self.decay_every
+        rates = np.full(decays.max() + 1, self.decay)
+        rates[0] = self.learning_rate
+        rates = np.multiply.accumulate(rates)  # multiplied one at a time: bit-equal to the authors' loop
+        kappa = np.where(turns == 1, 1.0, self.kappa) if self.first_kappa_one else self.kappa
+        t = turns.astype(np.float64)
+        return rates[decays] * t ** (-0.5 + 1e-16), kappa, t, 0.0
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         rho, kappa, _, _ = self.scalars(t)
@@ -195,18 +202,15 @@ class Adagrad(RowOptimizer):
             return self
         return replace(self, learning_rate=self.learning_rate * self.bias_scale, bias_scale=1.0)
 
-    def rate(self, t: int) -> float:
+    def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
         if self.half_after is None:
-            return self.learning_rate
-        return self.learning_rate / (1.0 + max(t - 1 - self.begin, 0) / self.half_after)
-
-    def scalars(self, t: int) -> tuple[float, ...]:
-        return self.rate(t), self.eps, 0.0, 0.0
+            return self.learning_rate, self.eps, 0.0, 0.0
+        return self.learning_rate / (1.0 + np.maximum(turns - 1 - self.begin, 0) / self.half_after), self.eps, 0.0, 0.0
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         s = state[0]
         s.add_(g * g)
-        return self.rate(t) / (s.sqrt() + self.eps), g
+        return self.scalars(t)[0] / (s.sqrt() + self.eps), g
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ class RowwiseAdagrad(RowOptimizer):
     learning_rate: float = 0.1
     eps: float = 1e-10
 
-    def scalars(self, t: int) -> tuple[float, ...]:
+    def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
         return self.learning_rate, self.eps, 0.0, 0.0
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
@@ -251,8 +255,9 @@ class Adam(RowOptimizer):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def scalars(self, t: int) -> tuple[float, ...]:
-        unbias = math.sqrt(1.0 - self.beta2**t)
+    def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
+        t = turns.astype(np.float64)
+        unbias = np.sqrt(1.0 - self.beta2**t)
         return self.learning_rate * unbias / (1.0 - self.beta1**t), self.beta1, self.beta2, self.eps * unbias
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:

@@ -25,14 +25,18 @@ from .vem import Problem, State, StepInfo, at_once, steps
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
 
 
-def epoch_order(seed: int, epoch: int, rows: np.ndarray, alike: np.ndarray | None = None) -> np.ndarray:
+def epoch_order(
+    seed: int, epoch: int, rows: np.ndarray, alike: np.ndarray | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
     """The rows in the order that an epoch follows; those of the same number in `alike`, one for each, come together.
+    In `out`, where it is given, may be what it then is in.
 
-    Compiled: numpy's permutation takes three times as long, which shows in short steps.
+    Compiled: numpy's permutation takes three times as long, which shows in short steps, as new memory does.
     """
     from .kernels._cpu_classes import shuffle
 
-    order = rows.copy() if alike is None else np.arange(len(rows))
+    order = np.empty_like(rows) if out is None else out
+    order[:] = rows if alike is None else np.arange(len(rows))
     shuffle(mix(seed, 1, epoch), order)
     if alike is None:
         return order
@@ -154,7 +158,7 @@ def train(
     first = state.clock.iteration + 1
     last = first + schedule.max_iter - 1
     generator = torch.Generator()
-    order_of, order = -1, np.empty(0, dtype=np.int64)
+    order_of, order = -1, np.empty_like(problem.active)
     alike = None if problem.alike is None else problem.alike[problem.active]
     window = Window()
     look_back(run, state, schedule)
@@ -169,11 +173,11 @@ def train(
             with progress.may_compile() if t == first else contextlib.nullcontext():
                 if epoch != order_of:
                     order_of = epoch
-                    order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, alike)
+                    order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, alike, order)
                 M = min(most, max(1, n_rows // B - slot), schedule.until_look(t, last))
                 rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
                 state, infos = steps(
-                    problem, state, rows, [Clock(u, epoch + 1) for u in turns],
+                    problem, state, rows, Clock(t, epoch + 1),
                     generators=StepGenerators(generator, mix_all(schedule.seed, 2, turns)),
                     wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
                 )  # fmt: skip

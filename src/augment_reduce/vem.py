@@ -84,7 +84,7 @@ def step(
     the gaps, q held; `problem.local` says in which order. `clock` says which iteration this is.
     """
     if problem.may_compile:
-        taken = take_compiled(problem, state, rows[None], [clock], [generator], [want_bound])
+        taken = take_compiled(problem, state, rows[None], clock, [generator], [want_bound])
         if taken is not None:
             return state, taken[0]
     index = torch.from_numpy(rows)
@@ -115,23 +115,24 @@ def step(
 
 
 def steps(
-    problem: Problem, state: State, order: np.ndarray, clocks: Sequence[Clock], *,
+    problem: Problem, state: State, order: np.ndarray, clock: Clock, *,
     generators: Iterable[torch.Generator], wanted: Sequence[bool],
 ) -> tuple[State, list[StepInfo]]:  # fmt: skip
     """One step for each minibatch of order (M, B), the same as M times `step`; in one call where that is possible.
 
-    Fewer where the scores of one that follows are not finite: the next call, which begins with it, raises.
+    `clock` is that of the first; the others follow one after the other in the same epoch. Fewer are taken where the
+    scores of one that follows are not finite: the next call, which begins with it, raises.
 
     `generators` gives each step its generator when its turn comes: it may be one that is seeded anew each time.
     """
     if problem.may_compile and len(order) > 1:
-        taken = take_compiled(problem, state, order, clocks, generators, wanted)
+        taken = take_compiled(problem, state, order, clock, generators, wanted)
         if taken is not None:
             return state, taken
     infos: list[StepInfo] = []
-    for rows, clock, generator, want in zip(order, clocks, generators, wanted, strict=True):
+    for i, (rows, generator, want) in enumerate(zip(order, generators, wanted, strict=True)):
         try:
-            state, info = step(problem, state, rows, clock, generator=generator, want_bound=want)
+            state, info = step(problem, state, rows, clock.later(i), generator=generator, want_bound=want)
         except FloatingPointError:
             if infos:
                 break
@@ -154,17 +155,17 @@ def compiled_steps(problem: Problem, state: State) -> Any:
 
 
 def take_compiled(
-    problem: Problem, state: State, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator],
+    problem: Problem, state: State, order: np.ndarray, clock: Clock, generators: Iterable[torch.Generator],
     wanted: Sequence[bool],
 ) -> list[StepInfo] | None:  # fmt: skip
     """The steps of the compiled twins, or None where they leave them to us."""
     with diverged(state):
-        taken = compiled_steps(problem, state)(order, clocks, generators, wanted)
+        taken = compiled_steps(problem, state)(order, clock, generators, wanted)
         if taken is None:
             return None
         if not taken:
             raise not_finite()
-        state.clock = clocks[len(taken) - 1]
+        state.clock = clock.later(len(taken) - 1)
     return [StepInfo(*each) for each in taken]
 
 

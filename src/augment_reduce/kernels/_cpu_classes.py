@@ -11,6 +11,7 @@ from ._cpu_types import OPTIONS, Array, Groups
 from ._cpu_work import WORK, all_below, equal
 
 U1 = np.uint64(1)
+AT_ONCE = 64  # places of a shuffle that are drawn before its swaps
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 
 
@@ -165,16 +166,24 @@ def splitmix(seed: int, out: Array) -> None:
 @njit(cache=True, **OPTIONS)
 def shuffle(seed: int, a: Array) -> None:
     """Fisher and Yates: the last is swapped with one of all, the one before it with one of those that are left, ..."""
-    n = a.shape[0]
-    for i in range(n - 1, 0, -1):
-        j = min(int(_uniform(seed, n - 1 - i) * (i + 1)), i)
-        a[i], a[j] = a[j], a[i]
+    n, to = a.shape[0], np.empty(AT_ONCE, np.int64)
+    for first in range(n - 1, 0, -AT_ONCE):
+        m = min(AT_ONCE, first)
+        for t in range(m):  # apart from the swaps, so that it is done in vectors
+            i = first - t
+            to[t] = min(int(_uniform(seed, n - 1 - i) * (i + 1)), i)
+        for t in range(m):
+            i, j = first - t, to[t]
+            a[i], a[j] = a[j], a[i]
 
 
 @njit(cache=True, **OPTIONS)
 def with_label(grad: Array, scale: Array, each: int, out: Array) -> None:
     """out[b, 1:] = grad[b] scale[b each], out[b, 0] = minus their sum."""
-    for b in range(grad.shape[0]):
+    for b in range(grad.shape[0] if grad.shape[1] == 1 else 0):  # short rows, by themselves, cannot be done in vectors
+        out[b, 1] = grad[b, 0] * scale[b * each]
+        out[b, 0] = -out[b, 1]
+    for b in range(grad.shape[0] if grad.shape[1] != 1 else 0):
         by = scale[b * each]
         for s in range(grad.shape[1]):
             out[b, 1 + s] = grad[b, s] * by

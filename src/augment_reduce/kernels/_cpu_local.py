@@ -38,14 +38,22 @@ def _log_add(a: Any, b: Any) -> Any:
 def _sums(gap: Array, log_weight: Array, per_row: int, shift: Array, out: Array, log_sum: Array) -> None:
     """shift = the row's largest gap, out = omega e^(gap - shift), log_sum = log sum omega e^gap."""
     least, flat = np.finfo(gap.dtype).min, out.reshape(-1)  # not -inf: where all are masked there would be -inf + inf
-    for b in range(gap.shape[0]):
-        shift[b] = top = row_max(gap[b], least)
-        for s in range(gap.shape[1]):
-            out[b, s] = gap[b, s] + (log_weight[b * per_row] - top)
-    for i in range(flat.shape[0]):  # all rows in one loop: a row of one class has nothing to be done in vectors
+    if gap.shape[1] == 1:  # rows in vectors, since they have nothing to be done in vectors
+        for b in range(gap.shape[0]):
+            shift[b] = max(least, gap[b, 0])
+            out[b, 0] = gap[b, 0] + (log_weight[b * per_row] - shift[b])
+    else:
+        for b in range(gap.shape[0]):
+            shift[b] = top = row_max(gap[b], least)
+            for s in range(gap.shape[1]):
+                out[b, s] = gap[b, s] + (log_weight[b * per_row] - top)
+    for i in range(flat.shape[0]):
         flat[i] = exp(flat[i])
-    for b in range(gap.shape[0]):
-        log_sum[b] = row_sum(out[b])
+    if gap.shape[1] == 1:
+        log_sum[:] = flat
+    else:
+        for b in range(gap.shape[0]):
+            log_sum[b] = row_sum(out[b])
     for b in range(gap.shape[0]):
         log_sum[b] = log(log_sum[b]) + shift[b]
 
@@ -77,8 +85,8 @@ def e_and_m(
     """
     (log_eta, visits), (by_visits, uses_updated, floor) = state, flags
     B, hits, zero, one = gap.shape[0], 0, gap.dtype.type(0), gap.dtype.type(1)
-    shift, log_sum, old = np.empty(B, gap.dtype), np.empty(B, gap.dtype), np.empty(B, gap.dtype)
-    alpha, tilde, new = np.empty(B, gap.dtype), np.empty(B, gap.dtype), np.empty(B, gap.dtype)
+    scratch = np.empty((6, B), gap.dtype)  # at once: six small ones take as long as a loop
+    shift, log_sum, old, alpha, tilde, new = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4], scratch[5]
     for b in range(B):
         old[b], alpha[b] = log_eta[rows[b]], visits[rows[b]]
     _sums(gap, log_weight, per_row, shift, grad, log_sum)

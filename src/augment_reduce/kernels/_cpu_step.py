@@ -49,7 +49,7 @@ def _draw(
     A stretch of rows at a time: number i of splitmix depends on the seed and i alone.
     """
     S = pairs.shape[1] - 1
-    m = max(8, AT_A_TIME // max(1, S))  # not fewer: `floyd` clears its table each time
+    m = max(1, min(hi - lo, max(8, AT_A_TIME // max(1, S))))  # 8 or more: `floyd` clears its table each time
     u, labels = np.empty((m, S)), np.empty(m, np.int64)
     for first in range(lo, hi, m):
         last = min(hi, first + m)
@@ -172,7 +172,8 @@ def _gradients(
     weight where there are weights. Returns how often the floor acted."""
     per_row, weigh, model, state, step, flags = local
     B, S, hits = hi - lo, psi.shape[1] - 1, 0
-    gap, grad, scales = np.empty((B, S), psi.dtype), np.empty((B, S), psi.dtype), np.empty(B, psi.dtype)
+    both, scales = np.empty((2, B, S), psi.dtype), np.empty(B, psi.dtype)
+    gap, grad = both[0], both[1]
     for b in range(B):
         scales[b] = weights[rows[lo + b]] * per_row if weights.shape[0] > 0 else per_row
         for s in range(S):
@@ -307,7 +308,7 @@ def take_steps(
     `plan` says what differs between them, `data` are the rows where they lie, `common` is everybody's and `own` this
     thread's scratch. Fewer than M were taken where a score of the next is not finite; of that step nothing has moved.
     """
-    order, places, begin, end, seeds, alphas, rules, wanted = plan
+    order, places, begin, end, seeds, alphas, rules, shown = plan
     (labels, weights, x, column, slot, value, feature), (few, table, sink) = data, own
     drawn, grouped, scored, summed = common
     weight, bias, distinct, start, cuts, n_groups = arrays[0], arrays[3], grouped[4], grouped[5], grouped[6], grouped[7]
@@ -337,8 +338,8 @@ def take_steps(
                 return ALONE
         if tid == 0:
             _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
-        by_rows = (order, places, seeds, bounds[i, : B * wanted[i]])
-        hits[i, tid] = _by_rows(
+        by_rows = (order, places, seeds, bounds[max(0, shown[i]), : B if shown[i] >= 0 else 0])
+        hits[tid, i] = _by_rows(
             how, i, tid, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
         )  # fmt: skip
         if not together(counter, tid, n):

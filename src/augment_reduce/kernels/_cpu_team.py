@@ -52,7 +52,7 @@ def most_threads() -> int:
 
 
 class Taken(NamedTuple):
-    """Steps: how many, each one's bounds by row, and how often the floor acted in it."""
+    """Steps: how many, the bounds by row of those that were asked for them, and how often the floor acted in each."""
 
     n: int
     bounds: Array
@@ -87,11 +87,12 @@ class Team:
         self.tables = np.empty((n, table_size(S)), np.int64)
         self.sinks = np.empty((n, 64), dtype)
 
-    def run(self, M: int, arguments: tuple, few: list[tuple]) -> Taken:
-        """M steps; this thread is one of the team, and holds PLACES where there are others."""
+    def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
+        """M steps, so many of them asked for their bounds; this thread is one of the team, and holds PLACES where there
+        are others."""
         B, (others, counter) = len(self.scored[0]), (helpers(self.n - 1), self.counter)
         counter[first_queue(self.n) :] = 0
-        out = np.empty((M, B), self.scored[0].dtype), np.zeros((M, self.n), np.int64)
+        out = np.empty((n_bounds, B), self.scored[0].dtype), np.zeros((self.n, M), np.int64)
         common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.parts))
         try:
             for tid, other in enumerate(others, start=1):
@@ -107,7 +108,7 @@ class Team:
             for other in others:
                 other.wait()
             raise
-        return Taken(min(taken for taken in found if isinstance(taken, int)), out[0], out[1].sum(1))
+        return Taken(min(taken for taken in found if isinstance(taken, int)), out[0], out[1].sum(0))
 
     def _part(self, counter: Array, tid: int, arguments: tuple, common: tuple, few: tuple, out: tuple) -> int:
         own = (few, self.tables[tid], self.sinks[tid])

@@ -113,7 +113,7 @@ class CompiledStep:
         return B * (1 + self.S) * (self.per_row + A_PAIR)
 
     def __call__(
-        self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
+        self, order: np.ndarray, clock: Clock, generators: Iterable[torch.Generator], wanted: Sequence[bool]
     ) -> list[tuple[torch.Tensor | None, int]] | None:
         """(bound, floor hits) of each step taken, for minibatches order (M, B); fewer than M where the scores of the
         next are not finite. None, with nothing touched, where `vem.step` has to take them."""
@@ -132,9 +132,11 @@ class CompiledStep:
             if how == ROWS and not different:  # a part would see what another has moved
                 return None
             n = n if different else 1  # a row that comes twice two of them would move
-        taken = self.take(n, how, order, data, arrays, (*places, *self.plan(order, clocks, generators, wanted)))
-        bounds = [torch.from_numpy(taken.bounds[i]) if wanted[i] else None for i in range(taken.n)]
-        return list(zip(bounds, taken.hits.tolist(), strict=False))
+        shown = np.cumsum(wanted) * wanted - 1  # where each step's bounds go: -1, nowhere
+        taken = self.take(n, how, order, data, arrays, (*places, *self.plan(len(order), clock, generators), shown))
+        bounds = torch.from_numpy(taken.bounds).unbind()
+        of_steps = [bounds[i] if i >= 0 else None for i in shown[: taken.n].tolist()]
+        return list(zip(of_steps, taken.hits.tolist(), strict=False))
 
     def threads(self, how: int, B: int) -> int:
         """As many as there is work for in a minibatch."""
@@ -142,22 +144,20 @@ class CompiledStep:
         n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), most)
         return n if work > WORTH_THREADS else 1
 
-    def plan(
-        self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
-    ) -> tuple:
+    def plan(self, M: int, clock: Clock, generators: Iterable[torch.Generator]) -> tuple:
         """What differs between steps: seeds (of the classes, and of the two draws of q where there are draws), sizes of
-        the E step, numbers of the optimiser, bounds wanted."""
-        n_seeds, M = 1 if self.softmax else 3, len(order)
+        the E step, numbers of the optimiser."""
+        n_seeds = 1 if self.softmax else 3
         if isinstance(generators, StepGenerators):
             seeds = generators.draw_seeds(n_seeds)
         else:
             seeds = np.array([[draw_seed(generator) for _ in range(n_seeds)] for generator in generators])
         alphas, step = np.zeros(M, self.dtype), self.rule.step_size
         if step.counts != "visits":  # of the rows
-            one = step.counts == "epoch" and clocks[0].epoch == clocks[-1].epoch
-            alphas[:] = step.now(clocks[0]) if one else [step.now(clock) for clock in clocks]
-        rules = cpu.steps_of_rule(self.problem.optimizer, [clock[0] for clock in clocks], self.problem.prior)
-        return seeds, alphas, rules.astype(self.dtype), np.array(wanted, np.bool_)
+            one = step.counts == "epoch"
+            alphas[:] = step.now(clock) if one else [step.now(clock.later(i)) for i in range(M)]
+        turns = np.arange(clock.iteration, clock.iteration + M)
+        return seeds, alphas, cpu.steps_of_rule(self.problem.optimizer, turns, self.problem.prior).astype(self.dtype)
 
     def take(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
         """The steps, by n threads where nobody else has them."""
@@ -187,7 +187,7 @@ class CompiledStep:
             self.flags, per_row, share,
         )  # fmt: skip
         try:
-            return self.teams[key].run(M, arguments, few)
+            return self.teams[key].run(M, int(plan[-1].max()) + 1, arguments, few)
         except BaseException:  # sums may lie about half made
             self.teams.clear()
             WORK.forget()

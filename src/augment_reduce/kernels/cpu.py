@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -141,9 +140,9 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
     return torch.from_numpy(out)
 
 
-def steps_of_rule(optimizer: RowOptimizer, turns: Sequence[int], prior: Prior | None) -> Array:
+def steps_of_rule(optimizer: RowOptimizer, turns: Array, prior: Prior | None) -> Array:
     """The numbers of `Rule` at each iteration of `turns`, from `rate` on."""
-    rate, first, second, third = np.array([optimizer.scalars(t) for t in turns]).T
+    rate, first, second, third = optimizer.scalars_of(turns)
     numbers = np.zeros((len(turns), 8))
     if optimizer.kind in (SECTION4, SECTION4_EVERY_ENTRY):
         numbers[:, 1], numbers[:, 2], numbers[:, 3] = first, 1.0 - first, second
@@ -154,7 +153,7 @@ def steps_of_rule(optimizer: RowOptimizer, turns: Sequence[int], prior: Prior | 
         numbers[:, 5] = first
     of_biases = optimizer.for_biases()
     numbers[:, 0], numbers[:, 6] = rate, 1.0 if prior is None else prior.variance
-    numbers[:, 7] = rate if of_biases is optimizer else [of_biases.scalars(t)[0] for t in turns]
+    numbers[:, 7] = rate if of_biases is optimizer else of_biases.scalars_of(turns)[0]
     return numbers
 
 
@@ -167,7 +166,7 @@ def kinds_of_rule(optimizer: RowOptimizer, prior: Prior | None, shares: bool) ->
 def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | None, dtype: np.dtype) -> Rule:
     """The optimiser's step at iteration t in numbers."""
     kinds = kinds_of_rule(optimizer, prior, share is not None)
-    return Rule(*kinds, *steps_of_rule(optimizer, [t], prior)[0].astype(dtype))
+    return Rule(*kinds, *steps_of_rule(optimizer, np.array([t]), prior)[0].astype(dtype))
 
 
 def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:

@@ -62,9 +62,10 @@ class RunsStep:
         return 1
 
     def __call__(
-        self, order: np.ndarray, clocks: Sequence[Clock], generators: Iterable[torch.Generator], wanted: Sequence[bool]
+        self, order: np.ndarray, clock: Clock, generators: Iterable[torch.Generator], wanted: Sequence[bool]
     ) -> list[tuple[torch.Tensor | None, int]]:
         """(bound, floor hits) of the steps taken, one by one."""
+        clocks = map(clock.later, range(len(order)))
         return [self.step(*each) for each in zip(order, clocks, generators, wanted, strict=True)]
 
     def step(
