@@ -72,7 +72,7 @@ class Model:
 
     def move(self, w: Tensor, g: Tensor, s: Tensor, share: Tensor | float, scale: float) -> tuple[Tensor, Tensor]:
         s = s + g * g
-        h = scale * self.rule.rate(self.t) / (s.sqrt() + self.rule.eps)
+        h = scale * self.rule.scalars(self.t)[0] / (s.sqrt() + self.rule.eps)
         return (w + h * g) / (1.0 + h * share / self.v), s
 
     def by_scores(self, psi: Tensor, label: Tensor) -> Tensor:

@@ -42,8 +42,9 @@ def test_uniforms_are_those_of_the_reference_and_even():
 
 
 @pytest.mark.parametrize("row_scale", [3.5, torch.linspace(0.5, 2.0, 7, dtype=torch.float64)], ids=["one", "by row"])
-def test_the_labels_gradient_is_minus_the_sum_of_the_rest(row_scale):
-    grad = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("S", [1, 4])
+def test_the_labels_gradient_is_minus_the_sum_of_the_rest(S, row_scale):
+    grad = torch.randn(7, S, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = cpu.with_label(grad, row_scale)
     torch.testing.assert_close(found, reference.with_label(grad, row_scale), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(found.sum(dim=1), torch.zeros(7, dtype=torch.float64), rtol=0.0, atol=1e-13)

@@ -65,7 +65,9 @@ def sampled_like(S: int, masked: bool, per_row: bool, dtype: torch.dtype) -> tup
     return gap, Sampled(torch.zeros(B, S, dtype=torch.int64), log_weight, None, distinct=True)
 
 
-@pytest.mark.parametrize(("masked", "per_row", "S"), [(False, False, 5), (True, True, 4), (True, False, 1)])
+@pytest.mark.parametrize(
+    ("masked", "per_row", "S"), [(False, False, 5), (True, True, 4), (True, False, 1), (False, True, 1)]
+)
 @pytest.mark.parametrize("name", RULES)
 def test_e_and_m_in_few_passes_is_that_of_the_torch_operations(name, masked, per_row, S):
     noise, rule = RULES[name]

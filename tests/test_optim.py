@@ -56,6 +56,27 @@ def test_section_four_decays_every_two_thousand_iterations(t, decays):
     assert SectionFour().scalars(t)[0] == pytest.approx(0.02 * 0.9**decays * t**-0.5, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        SectionFour(first_kappa_one=True), SectionFour(decay_every=3, every_entry=True), Adagrad(), RowwiseAdagrad(),
+        Adagrad(half_after=7.0, begin=4), Adam(),
+    ],
+)  # fmt: skip
+def test_numbers_of_many_iterations_are_those_of_each(optimizer):
+    """To the last bit: a fit must not depend on how many steps a call takes."""
+    turns = np.arange(1, 200)
+    at_once = [np.broadcast_to(each, len(turns)).tolist() for each in optimizer.scalars_of(turns)]
+    assert list(zip(*at_once, strict=True)) == [optimizer.scalars(t) for t in turns.tolist()]
+
+
+def test_section_four_multiplies_its_rate_one_decay_at_a_time():
+    rate = 0.02
+    for _ in range(50):
+        rate = 0.9 * rate
+    assert SectionFour().scalars(100_000)[0] == rate * np.float64(100_000) ** (-0.5 + 1e-16)
+
+
 def test_adagrad():
     w, (s,) = steps(Adagrad(learning_rate=0.1))
     assert w[0].item() == pytest.approx(1.0 + 0.1 + 0.1 * 0.5 / (9.25**0.5), rel=1e-9)
