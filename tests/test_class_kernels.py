@@ -1,9 +1,11 @@
 """What draws classes, and what their labels get of the gradient: the Numba kernels are `kernels.reference`."""
 
+import numpy as np
 import pytest
 import torch
 
 from augment_reduce.kernels import cpu, reference
+from augment_reduce.kernels._cpu_ahead import OLDEST, draw, room_to_draw
 
 F32, F64 = torch.float32, torch.float64
 
@@ -48,3 +50,23 @@ def test_the_labels_gradient_is_minus_the_sum_of_the_rest(S, row_scale):
     found = cpu.with_label(grad, row_scale)
     torch.testing.assert_close(found, reference.with_label(grad, row_scale), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(found.sum(dim=1), torch.zeros(7, dtype=torch.float64), rtol=0.0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("K", "S"), [(9, 8), (50, 7), (10, 1)])
+def test_what_a_thread_drew_before_does_not_matter(K, S):
+    """Its table keeps picks of older rows, which count as empty places, and is cleared before numbers run out."""
+    B, labels = 40, np.arange(40) % K
+    used = room_to_draw(S)
+    for seed in range(30):
+        if seed == 20:
+            used[1][0] = OLDEST  # as after so many rows
+        found = []
+        for room in (used, room_to_draw(S)):
+            pairs = np.zeros((B, 1 + S), np.uint32)
+            draw(0, 15, seed, np.arange(B), labels, K, pairs, room)
+            draw(15, B, seed, np.arange(B), labels, K, pairs, room)
+            found.append(pairs)
+        assert np.array_equal(*found)
+        assert all(len(set(row)) == 1 + S for row in found[0].tolist())
+        assert found[0].max() < K
+    assert used[1][0] == 10 * B

@@ -120,17 +120,19 @@ def table_size(S: int) -> int:
 
 
 @njit(cache=True, **OPTIONS)
-def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, table: Array) -> None:
+def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, table: Array, age: int) -> None:
     """Rows lo..hi of Floyd's algorithm, stepping over the row's label if there are labels.
 
-    `table` is a hash set of this row's picks, kept as b n + pick. Smaller numbers are older rows' and count as empty
-    places, so that the table is cleared once a call. The picks are their own hashes: they are uniform.
+    `table` is a hash set of this row's picks, kept as (age + b) n + pick. Smaller numbers are older rows' and count as
+    empty places, so that it is cleared only at age 0, which counts the rows that it has seen with this n. The picks are
+    their own hashes: they are uniform.
     """
     S = uniforms.shape[1]
     mask = np.uint64(table.shape[0] - 1)
-    table[:] = -1
+    if age == 0:
+        table[:] = -1
     for b in range(lo, hi):
-        base, label = np.int64(b) * n, labels[b] if labels.shape[0] > 0 else n
+        base, label = np.int64(age + b) * n, labels[b] if labels.shape[0] > 0 else n
         for s in range(S):
             j = n - S + s
             pick = min(np.int64(np.float64(uniforms[b, s]) * np.float64(j + 1)), j)

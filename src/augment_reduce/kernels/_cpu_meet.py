@@ -33,6 +33,7 @@ AWAKE = 6_000  # looks before a helper goes to sleep
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
 MAY_MOVE, MOVES = 2, 3  # whether threads may move to other cores; how often one did
 LINE = 16  # numbers that two cores had better not write at once: two cache lines
+QUEUES = 2 * LINE  # of each thread, at most
 SEEN = LINE  # from there on: the core on which each thread was last, plus 1
 LOOK_AROUND = 16  # meetings from one at which threads may move to the next
 MOST_CORES = 1024  # as many as the system's own type has room for
@@ -51,7 +52,7 @@ def take_number(typing_context: Any, counter: Any, i: Any) -> tuple:
 
 
 @intrinsic
-def _now(typing_context: Any, counter: Any, i: Any) -> tuple:
+def now(typing_context: Any, counter: Any, i: Any) -> tuple:
     """counter[i] as it is now; what was written before it is seen."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -125,7 +126,7 @@ def move_over(counter: Array, tid: int, n: int) -> int:
         return went
     free = allowed.copy()
     for other in range(n):
-        core = _now(counter, SEEN + other) - 1
+        core = now(counter, SEEN + other) - 1
         if other != tid and 0 <= core < MOST_CORES:
             crowded |= core == here
             free[core >> 3] &= np.uint8(255 - (1 << (core & 7)))
@@ -140,15 +141,31 @@ def move_over(counter: Array, tid: int, n: int) -> int:
 
 
 @njit(**OPTIONS)
-def together(counter: Array, tid: int, n: int) -> bool:
-    """Wait until all n threads are here; False if one of them will never come. The counter grows by n at each place."""
+def arrive(counter: Array, tid: int, n: int) -> int:
+    """Say that this thread has come to the next meeting; returns which one that is. The counter grows by n at each."""
     core = _core() + 1
     if counter[SEEN + tid] != core:
         counter[SEEN + tid] = core
-    meeting = take_number(counter, ARRIVED) // n + 1
+    return take_number(counter, ARRIVED) // n + 1
+
+
+@njit(**OPTIONS)
+def all_here(counter: Array, n: int, meeting: int) -> bool:
+    return now(counter, ARRIVED) >= meeting * n
+
+
+@njit(**OPTIONS)
+def has_left(counter: Array) -> bool:
+    """Whether there is a thread that will never come."""
+    return now(counter, LEFT) != 0
+
+
+@njit(**OPTIONS)
+def wait_for(counter: Array, tid: int, n: int, meeting: int) -> bool:
+    """Wait until all n threads are here; False if one of them will never come."""
     looks = 0
-    while _now(counter, ARRIVED) < meeting * n:
-        if _now(counter, LEFT) != 0:
+    while not all_here(counter, n, meeting):
+        if has_left(counter):
             return False
         looks += 1
         if looks == PATIENCE and meeting % LOOK_AROUND == 0 and counter[MAY_MOVE] != 0:
@@ -159,14 +176,20 @@ def together(counter: Array, tid: int, n: int) -> bool:
 
 
 @njit(**OPTIONS)
+def together(counter: Array, tid: int, n: int) -> bool:
+    """Come to the next meeting, and wait for the others; False if one of them will never come."""
+    return wait_for(counter, tid, n, arrive(counter, tid, n))
+
+
+@njit(**OPTIONS)
 def queue_of(tid: int, n: int, i: int) -> int:
     """The place in the counter of a team of n that says how many shares were taken from thread tid's queue i."""
-    return SEEN + (n + LINE - 1) // LINE * LINE + tid * LINE + i
+    return SEEN + (n + LINE - 1) // LINE * LINE + tid * QUEUES + i
 
 
 def new_counter(n: int) -> Array:
-    """What a team meets at, with up to LINE queues for each thread."""
-    counter = np.zeros(first_queue(n) + n * LINE, np.int64)
+    """What a team meets at, with up to QUEUES queues for each thread."""
+    counter = np.zeros(first_queue(n) + n * QUEUES, np.int64)
     counter[MAY_MOVE] = may_move()
     return counter
 
@@ -190,11 +213,11 @@ def may_move() -> bool:
 def changes(counter: Array, i: int, old: int, looks: int) -> bool:
     """Whether counter[i] is, or within so many looks becomes, something else than `old`."""
     for look in range(looks):
-        if _now(counter, i) != old:
+        if now(counter, i) != old:
             return True
         if look > PATIENCE:
             _give_way()
-    return _now(counter, i) != old
+    return now(counter, i) != old
 
 
 class Helper:

@@ -4,7 +4,8 @@
     biases alone     scores, E and M step, by rows | biases, draw the next
     row by row       draw, scores, E and M step, sums of gradients, by rows | push, by classes
 
-Row by row where weights are few, or where there are no features, and classes are few.
+Row by row where weights are few, or where there are no features, and classes are few: there, whoever has to wait draws
+from the next minibatch (`_cpu_ahead`).
 
 Nothing new is computed here: the kernels of the other files, one after the other, with the results of `vem.step` to the
 last bit. What is saved is the way back to Python, which for small minibatches takes longer than the kernels do.
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ._cpu_classes import GOLDEN, cut, floyd, sort, splitmix, with_label
+from ._cpu_ahead import HELD, draw, draw_part, forget_drawn, meet_and_draw
+from ._cpu_classes import cut, sort, with_label
 from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
 from ._cpu_math import row_sum
 from ._cpu_meet import queue_of, take_number, together
@@ -36,27 +38,6 @@ ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what 
 ROWS_DRAWN = 32  # rows in a share of that job
 SCORES, PUSH, DRAW, JOB, BY_ROWS = 0, 1, 2, 3, 4  # queues of shares, one for each thread; of JOB there is but one
 SHARES = 8  # of the classes for each thread, where there are several
-AT_A_TIME = 2048  # numbers drawn before their classes are: they stay in the first cache
-HELD = 2  # minibatches whose pairs are held: one that is sorted, or pushed, while the other is drawn
-
-
-@njit(**OPTIONS)
-def _draw(
-    lo: int, hi: int, seed: int, rows: Array, all_labels: Array, n_classes: int, pairs: Array, table: Array
-) -> None:
-    """Rows lo..hi: pairs[:, 0] = the label, pairs[:, 1:] = classes of the others, without replacement.
-
-    A stretch of rows at a time: number i of splitmix depends on the seed and i alone.
-    """
-    S = pairs.shape[1] - 1
-    m = max(1, min(hi - lo, max(8, AT_A_TIME // max(1, S))))  # 8 or more: `floyd` clears its table each time
-    u, labels = np.empty((m, S)), np.empty(m, np.int64)
-    for first in range(lo, hi, m):
-        last = min(hi, first + m)
-        for b in range(first, last):
-            labels[b - first] = pairs[b, 0] = all_labels[rows[b]]
-        splitmix(np.uint64(seed) + GOLDEN * np.uint64(first * S), u[: last - first].reshape(-1))
-        floyd(0, last - first, u, n_classes - 1, labels, pairs[first:last, 1:], table)
 
 
 @njit(**OPTIONS)
@@ -211,7 +192,7 @@ def _to_gradients(
 @njit(**OPTIONS)
 def _by_rows(
     how: int, i: int, tid: int, n: int, counter: Array, plan: tuple, data: tuple, local: tuple, drawn: tuple,
-    table: Array, share: Array, arrays: tuple, scored: tuple, summed: tuple,
+    room: tuple, share: Array, arrays: tuple, scored: tuple, summed: tuple,
 ) -> int:  # fmt: skip
     """E and M step, and whatever else goes by rows, stretch by stretch of the rows. Returns how often the floor acted.
 
@@ -223,8 +204,8 @@ def _by_rows(
     j = _claim(tid, n, counter, BY_ROWS, m)
     while j >= 0:
         lo, hi = B * j // m, B * (j + 1) // m
-        if how == ROWS:
-            _draw(lo, hi, seeds[i, 0], rows, labels, bias.shape[0], pairs, table)
+        if how == ROWS and not draw_part(n, counter, i, j, order, seeds, (labels, bias.shape[0], drawn, room)):
+            return ALONE
         if how == ROWS and D > 0:
             score_rows(pairs[lo:hi], x, at[lo:hi], weight, bias, psi[lo:hi])
         elif how != GROUPS:
@@ -277,7 +258,7 @@ def _step_parts(tid: int, n: int, counter: Array, D: int, arrays: tuple, rule: t
 def _prepare(
     i: int, how: int, tid: int, n: int, counter: Array, plan: tuple, labels: Array, D: int, is_dense: bool,
     sorting: tuple, drawn: tuple, grouped: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, summed: tuple,
-    few: tuple, table: Array,
+    few: tuple, room: tuple,
 ) -> None:  # fmt: skip
     """What minibatch i needs: to be sorted while the next is drawn; or to be drawn while biases go where the one before
     it says."""
@@ -293,7 +274,7 @@ def _prepare(
     j = _claim(tid, n, counter, DRAW, m) if to_draw < M else -1
     while j >= 0:
         lo, hi, own = B * j // m, B * (j + 1) // m, pairs[to_draw % HELD]
-        _draw(lo, hi, seeds[to_draw, 0], order[to_draw], labels, K, own, table)
+        draw(lo, hi, seeds[to_draw, 0], order[to_draw], labels, K, own, room)
         j = _claim(tid, n, counter, DRAW, m)
 
 
@@ -309,21 +290,22 @@ def take_steps(
     thread's scratch. Fewer than M were taken where a score of the next is not finite; of that step nothing has moved.
     """
     order, places, begin, end, seeds, alphas, rules, shown = plan
-    (labels, weights, x, column, slot, value, feature), (few, table, sink) = data, own
+    (labels, weights, x, column, slot, value, feature), (few, room, sink) = data, own
     drawn, grouped, scored, summed = common
     weight, bias, distinct, start, cuts, n_groups = arrays[0], arrays[3], grouped[4], grouped[5], grouped[6], grouped[7]
     (M, B), D, psi, flat, well = order.shape, weight.shape[1], scored[0], scored[1].reshape(-1), scored[2]
     coming, of_rows, r = (order, begin, end, seeds), (labels, weights, x), rules[0]
+    of_classes = (labels, bias.shape[0], drawn, room)
     rule = (kinds[0], kinds[1], r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7])
     if how != ROWS:
         lo, hi = B * tid // n, B * (tid + 1) // n
-        _draw(lo, hi, seeds[0, 0], order[0], labels, bias.shape[0], drawn[0], table)
+        draw(lo, hi, seeds[0, 0], order[0], labels, bias.shape[0], drawn[0], room)
         if not together(counter, tid, n):
             return ALONE
     if how == GROUPS:
         _prepare(
             0, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays,
-            rule, summed, few, table,
+            rule, summed, few, room,
         )  # fmt: skip
         if not together(counter, tid, n):
             return ALONE
@@ -340,9 +322,10 @@ def take_steps(
             _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
         by_rows = (order, places, seeds, bounds[max(0, shown[i]), : B if shown[i] >= 0 else 0])
         hits[tid, i] = _by_rows(
-            how, i, tid, n, counter, by_rows, of_rows, local, drawn, table, share, arrays, scored, summed
+            how, i, tid, n, counter, by_rows, of_rows, local, drawn, room, share, arrays, scored, summed
         )  # fmt: skip
-        if not together(counter, tid, n):
+        left = hits[tid, i] == ALONE
+        if left or not meet_and_draw(tid, n, counter, i + 1 if how == ROWS else M, order, seeds, of_classes):
             return ALONE
         if not well.all():
             if tid == 0:
@@ -354,12 +337,16 @@ def take_steps(
             _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
         elif how == ROWS:
             _step_parts(tid, n, counter, x.shape[1], arrays, rule, summed)
-        if how != BIASES and not together(counter, tid, n):
+        if how == ROWS and tid == 0:
+            forget_drawn(n, counter, i)
+        if how == GROUPS and not together(counter, tid, n):
+            return ALONE
+        if how == ROWS and not meet_and_draw(tid, n, counter, i + 1, order, seeds, of_classes):
             return ALONE
         if how != ROWS:
             _prepare(
                 i + 1, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share,
-                arrays, rule, summed, few, table,
+                arrays, rule, summed, few, room,
             )  # fmt: skip
             if not together(counter, tid, n):
                 return ALONE

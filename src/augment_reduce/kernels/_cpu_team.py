@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from ._cpu_classes import table_size
+from ._cpu_ahead import HELD, room_to_draw
 from ._cpu_meet import LEFT, first_queue, helpers, new_counter
 from ._cpu_push import PARTS
-from ._cpu_step import ALONE, BIASES, GROUPS, HELD, ROWS, SHARES, take_steps
+from ._cpu_step import ALONE, BIASES, GROUPS, ROWS, SHARES, take_steps
 from ._cpu_types import Array
 
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
@@ -84,7 +84,7 @@ class Team:
         self.summed = (*biases, sums, np.empty(most + 1, np.int64))
         apart = -(-K // 128) * 128  # no two parts in one cache line
         self.parts = tuple(np.zeros((parts, apart), kind) for kind in (dtype, dtype, np.uint8))
-        self.tables = np.empty((n, table_size(S)), np.int64)
+        self.rooms = [room_to_draw(S) for _ in range(n)]
         self.sinks = np.empty((n, 64), dtype)
 
     def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
@@ -111,7 +111,7 @@ class Team:
         return Taken(min(taken for taken in found if isinstance(taken, int)), out[0], out[1].sum(0))
 
     def _part(self, counter: Array, tid: int, arguments: tuple, common: tuple, few: tuple, out: tuple) -> int:
-        own = (few, self.tables[tid], self.sinks[tid])
+        own = (few, self.rooms[tid], self.sinks[tid])
         try:
             return take_steps(tid, self.n, counter, *arguments, common, own, *out)
         except BaseException:

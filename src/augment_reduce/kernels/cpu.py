@@ -136,7 +136,7 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
         cuts = split(B, lambda: np.full(B, 8 * S))
         size = _cpu_classes.table_size(S)
         tables = WORK.array("table", (len(cuts) - 1) * size, np.int64).reshape(-1, size)
-        run(_cpu_classes.floyd, cuts, (u, n, own, out), [(table,) for table in tables])
+        run(_cpu_classes.floyd, cuts, (u, n, own, out), [(table, 0) for table in tables])
     return torch.from_numpy(out)
 
 
