@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from ._cpu_classes import GOLDEN, floyd, splitmix, table_size
-from ._cpu_meet import all_here, arrive, has_left, now, queue_of, take_number, wait_for
+from ._cpu_meet import all_here, arrive, queue_of, reaches, take_number, wait_for
 from ._cpu_push import PARTS
 from ._cpu_types import OPTIONS, Array
 
@@ -89,10 +89,7 @@ def draw_part(n: int, counter: Array, i: int, j: int, order: Array, seeds: Array
     rows, each = B * (j + 1) // PARTS - B * j // PARTS, _rows_a_share(n, B, of_classes[2].shape[2] - 1)
     while _draw_share(n, counter, i, j, order, seeds, of_classes):
         pass
-    while now(counter, _queue(n, i, j) + 1) * each < rows:
-        if has_left(counter):
-            return False
-    return True
+    return reaches(counter, _queue(n, i, j) + 1, (rows + each - 1) // each)
 
 
 @njit(**OPTIONS)
