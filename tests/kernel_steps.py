@@ -23,7 +23,7 @@ PRIORS = ["none", "unbiased", "touched"]
 # B, C, K, D, share of non-zeros. Even and odd; one of each; few and many non-zeros for D, with D above and below 4,096.
 SHAPES = [
     (16, 4, 8, 32, 0.3),
-    (13, 5, 7, 901, 0.05),
+    (13, 5, 7, 919, 0.05),  # row by row: sixteens of features by the four, one by itself, and some
     (12, 3, 40, 4201, 0.005),
     (9, 5, 5, 4153, 0.3),
     (1, 1, 3, 17, 0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from copy import deepcopy
 
 import numpy as np
@@ -75,8 +76,8 @@ def test_push_in_float64_is_the_reference_to_rounding(optimizer, prior_name, sha
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_push_in_float32_is_as_close_to_the_truth_as_the_reference(optimizer, prior_name, shared):
     """Two steps from random weights. Truth: the reference in float64 on the same float32 numbers."""
-    for i, shape in enumerate(SHAPES):
-        X, rng = make(shape, i, dense=i % 2 == 0)
+    for (i, shape), dense in itertools.product(enumerate(SHAPES), (False, True)):
+        X, rng = make(shape, i, dense=dense)
         ours = make_parameters(shape, optimizer, rng, F32)
         plain, truth = deepcopy(ours), make_parameters(shape, optimizer, rng, F64)
         truth.weight, truth.bias = ours.weight.double(), ours.bias.double()

@@ -241,5 +241,8 @@ def test_a_team_has_no_more_threads_than_there_is_work_for(monkeypatch):
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 64)
     X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
     settings = {"preset": "paper", "batch_size": 300, "n_sampled_classes": 2, "max_iter": 2, "random_state": 0}
-    AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 8)  # 300 x 3 x (196 + 16), few weights
+    AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 60)  # 300 x 3 x (196 + 16), class by class
     assert set(used) == {3}
+    used.clear()
+    AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 8)  # few weights: one, two or four of their quarters
+    assert set(used) == {2}

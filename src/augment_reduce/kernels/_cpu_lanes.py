@@ -128,3 +128,39 @@ def dot2_lanes(typing_context: Any, to: Any, x: Any, i: Any, w: Any, j: Any, k: 
 
     place = types.uint64
     return types.void(to, x, place, w, place, place, types.intp, place), codegen
+
+
+def _add_rows(width: int) -> Any:
+    """Code that adds n rows, each times a number, to sixteen sums, `width` times; these stay in registers meanwhile."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, align = context.get_value_type(signature.args[0].dtype), signature.args[0].dtype.bitwidth // 8
+        target, rows, starts, factors = (_data(context, builder, signature.args[a], args[a]) for a in (0, 2, 4, 5))
+        places = [_lanes_at(builder, target, builder.add(args[1], I64(j * LANES)), number) for j in range(width)]
+        totals = [cgutils.alloca_once_value(builder, builder.load(place, align=align)) for place in places]
+        with cgutils.for_range_slice(builder, args[6], args[7], I64(1)) as (p, _):
+            first = builder.add(builder.load(builder.gep(starts, [p])), args[3])
+            factor = _all_lanes(builder, builder.load(builder.gep(factors, [p])))
+            for j, total in enumerate(totals):
+                row = builder.load(_lanes_at(builder, rows, builder.add(first, I64(j * LANES)), number), align=align)
+                builder.store(builder.fadd(builder.load(total), builder.fmul(factor, row)), total)
+        for place, total in zip(places, totals, strict=True):
+            builder.store(builder.load(total), place, align=align)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+@intrinsic
+def add_rows4(typing_context: Any, to: Any, i: Any, x: Any, d: Any, first: Any, a: Any, p: Any, last: Any) -> tuple:
+    """to[i:i+64] += a[p] * x[first[p]+d : first[p]+d+64], for p up to last, one after the other, for flat arrays;
+    products and sums are rounded apart."""
+    place = types.int64
+    return types.void(to, place, x, place, first, a, place, place), _add_rows(4)
+
+
+@intrinsic
+def add_rows1(typing_context: Any, to: Any, i: Any, x: Any, d: Any, first: Any, a: Any, p: Any, last: Any) -> tuple:
+    """As `add_rows4`, sixteen numbers."""
+    place = types.int64
+    return types.void(to, place, x, place, first, a, place, place), _add_rows(1)

@@ -30,6 +30,7 @@ from ._cpu_types import OPTIONS, Array
 
 PATIENCE = 2_000  # looks before the core is offered to others
 AWAKE = 6_000  # looks before a helper goes to sleep
+ALONE = -1  # what a thread returns when another has left
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
 MAY_MOVE, MOVES = 2, 3  # whether threads may move to other cores; how often one did
 LINE = 16  # numbers that two cores had better not write at once: two cache lines

@@ -2,7 +2,7 @@
 
 Sums run over pairs in the order given and round as plain torch does (no fused multiply-add), so that a sum
 which cancels is zero here exactly where it is zero in `reference`: an entry counts as touched by its sum.
-Row by row, where weights or classes are few, the sum is made of four such sums, of the quarters of the rows.
+Where weights or classes are few, see `_cpu_quarters`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import numpy as np
 from numba import njit
 
 from ..optim import PRIOR_UNBIASED
-from ._cpu_lanes import LANES, add_lanes, prefetch, prefetch_to_write
-from ._cpu_rules import push_biases, step_at, step_biases, step_row
+from ._cpu_lanes import LANES, add_lanes, prefetch
+from ._cpu_rules import push_biases, step_at, step_row
 from ._cpu_types import OPTIONS, Array, Rule
 
 CHUNK = 64  # features transposed at a time
 AHEAD = 4  # classes whose rows are sent for before their turn
-PARTS = 4  # in which rows are summed where one goes row by row: as many as threads may share
 
 
 @njit(**OPTIONS)
@@ -178,135 +177,6 @@ def sum_biases(pairs: tuple, grad: Array, share: Array, sums: tuple, bias_g: Arr
         bias_g[i], bias_c[i] = g[k], c[k]
         g[k], c[k], seen[k] = 0, 0, 0
     return n
-
-
-@njit(**OPTIONS)
-def sum_part(part: int, lo: int, hi: int, classes: Array, D: int, grad: Array, share: Array, sums: tuple) -> None:
-    """Add rows lo..hi, which are this part of the rows, to the biases' gradients and shares and, where there are
-    features, say whom they met. `sums` holds PARTS x K numbers of each, or a few more, zero before."""
-    g, c, met = sums[0][part], sums[1][part], sums[2][part]
-    C = classes.shape[1]
-    for b in range(lo, hi):
-        for i in range(C):
-            g[classes[b, i]] += grad[b, i]
-    for b in range(lo, hi if share.shape[0] > 0 else lo):
-        for i in range(C):
-            c[classes[b, i]] += share[b * C + i]
-    for b in range(lo, hi if D > 0 else lo):
-        for i in range(C):
-            met[classes[b, i]] = 1
-
-
-@njit(**OPTIONS)
-def _fold(a: Array, b: Array, c: Array, d: Array) -> None:
-    """a += b + c + d, one after the other, leaving zeros in these."""
-    for k in range(a.shape[0]):
-        a[k] = ((a[k] + b[k]) + c[k]) + d[k]
-        b[k] = c[k] = d[k] = 0
-
-
-@njit(**OPTIONS)
-def step_parts(lo: int, hi: int, sums: tuple, D: int, arrays: tuple, rule: tuple, few: tuple) -> None:
-    """The steps of classes lo..hi from what `sum_part` left and, where there are features, `sum_rows`; clears both."""
-    g, c, met = sums
-    for k in range(lo, hi if D > 0 else lo):
-        if met[:, k].any():
-            met[:, k] = 0
-            step_summed(k, arrays, rule, few)
-    _fold(g[0, lo:hi], g[1, lo:hi], g[2, lo:hi], g[3, lo:hi])
-    if rule[1] == PRIOR_UNBIASED:
-        _fold(c[0, lo:hi], c[1, lo:hi], c[2, lo:hi], c[3, lo:hi])
-    step_biases(lo, hi, g[0, lo:hi], c[0, lo:hi], arrays, rule)
-
-
-@njit(**OPTIONS)
-def _in_groups(classes: Array, K: int, start: Array, order: Array) -> None:
-    """order = the pairs, class by class as they came; those of class k begin at start[k]."""
-    start[:] = 0
-    for p in range(classes.shape[0]):
-        start[classes[p] + 2] += 1
-    for k in range(2, K + 2):
-        start[k] += start[k - 1]
-    for p in range(classes.shape[0]):
-        k = classes[p] + 1
-        order[start[k]] = p
-        start[k] += 1
-
-
-@njit(**OPTIONS)
-def sum_rows(
-    part: int, lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, few: tuple
-) -> None:
-    """Add rows lo..hi, which are this part (a quarter) of the rows, to every class's gradient and prior share in
-    `few`, in their order. Whoever sums a part, its sums are the same.
-
-    Rows come from the second cache, as they were scored just before. Sending for the next ones meanwhile won nothing
-    (docs/benchmarks.md)."""
-    D, C, P = x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1]
-    K, first_of, g, c = few[0].shape[0] // PARTS // max(1, D), part * (few[0].shape[0] // PARTS), few[0], few[1]
-    if P == 0:
-        return
-    own, a = classes[lo:hi].reshape(-1), grad[lo:hi].reshape(-1)
-    start, order = np.empty(K + 2, np.int64), np.empty(P, np.int64)
-    _in_groups(own, K, start, order)
-    for k in range(K):
-        p, last, mine = start[k], start[k + 1], g[first_of + k * D : first_of + (k + 1) * D]
-        while p + 4 <= last:
-            i0, i1, i2, i3 = order[p], order[p + 1], order[p + 2], order[p + 3]
-            x0, x1, x2, x3 = x[at[lo + i0 // C]], x[at[lo + i1 // C]], x[at[lo + i2 // C]], x[at[lo + i3 // C]]
-            _add4(mine, x0, x1, x2, x3, a[i0], a[i1], a[i2], a[i3])
-            p += 4
-        while p < last:
-            _add(mine, x[at[lo + order[p] // C]], a[order[p]])
-            p += 1
-        if share.shape[0] > 0:
-            of_prior = c[first_of + k * D : first_of + (k + 1) * D]
-            for q in range(start[k], last):
-                row, more = x[at[lo + order[q] // C]], share[lo * C + order[q]]
-                for d in range(D):
-                    of_prior[d] = of_prior[d] + (more if row[d] != 0 else c.dtype.type(0))
-
-
-@njit(**OPTIONS)
-def _sum_parts(g: Array, first: int, D: int) -> None:
-    """Add the other parts to the first, leaving zeros."""
-    size, to = g.shape[0] // PARTS, g[first : first + D]
-    for part in range(1, PARTS):
-        more = g[part * size + first : part * size + first + D]
-        for d in range(D):
-            to[d] = to[d] + more[d]
-            more[d] = 0
-
-
-@njit(**OPTIONS)
-def step_summed(k: int, arrays: tuple, rule_: tuple, few: tuple) -> None:
-    """The step of class k from what `sum_rows` left."""
-    rule, D, g, c = Rule(*rule_), arrays[0].shape[1], few[0], few[1]
-    size = g.shape[0] // PARTS
-    for d in range(0, D, 16):
-        for part in range(PARTS):
-            prefetch_to_write(g, part * size + k * D + d)
-        prefetch_to_write(arrays[0], k * D + d)
-        prefetch_to_write(arrays[1], k * arrays[1].shape[1] + d)
-    _sum_parts(g, k * D, D)
-    if rule.prior == PRIOR_UNBIASED:
-        _sum_parts(c, k * D, D)
-    step_row(rule, arrays, k, g[k * D : (k + 1) * D], c[k * D : (k + 1) * D])
-
-
-@njit(cache=True, **OPTIONS)
-def push_rows(
-    pairs: Array, x: Array, at: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, sums: tuple, few: tuple
-) -> None:
-    """All pairs, from dense rows x[at], where a gradient of size K x D is small; where x has no columns there are only
-    biases, and at least as many pairs as classes."""
-    B, D = pairs.shape[0], x.shape[1]
-    for part in range(PARTS):
-        lo, hi = B * part // PARTS, B * (part + 1) // PARTS
-        if D > 0:
-            sum_rows(part, lo, hi, pairs, x, at, grad, share, few)
-        sum_part(part, lo, hi, pairs, D, grad, share, sums)
-    step_parts(0, arrays[3].shape[0], sums, D, arrays, rule, few)
 
 
 @njit(cache=True, **OPTIONS)

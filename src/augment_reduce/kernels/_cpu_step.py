@@ -2,10 +2,8 @@
 
     class by class   scores, by classes | E and M step, by rows | push, by classes | sort the next, draw
     biases alone     scores, E and M step, by rows | biases, draw the next
-    row by row       draw, scores, E and M step, sums of gradients, by rows | push, by classes
 
-Row by row where weights are few, or where there are no features, and classes are few: there, whoever has to wait draws
-from the next minibatch (`_cpu_ahead`).
+Where weights are few, or where there are no features, and classes are few, steps go row by row: `_cpu_by_rows`.
 
 Nothing new is computed here: the kernels of the other files, one after the other, with the results of `vem.step` to the
 last bit. What is saved is the way back to Python, which for small minibatches takes longer than the kernels do.
@@ -20,21 +18,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba import njit
 
-from ._cpu_ahead import HELD, draw, draw_part, forget_drawn, meet_and_draw
-from ._cpu_classes import cut, sort, with_label
-from ._cpu_local import SOFTMAX, draw_e_and_m, e_and_m
-from ._cpu_math import row_sum
-from ._cpu_meet import queue_of, take_number, together
-from ._cpu_push import push_groups, step_parts, sum_biases, sum_part, sum_rows
+from ._cpu_ahead import HELD, draw
+from ._cpu_classes import cut, sort
+from ._cpu_gradients import NOT_FINITE, put_back, score_biases, to_gradients
+from ._cpu_meet import ALONE, queue_of, take_number, together
+from ._cpu_push import push_groups, sum_biases
 from ._cpu_rules import push_biases
-from ._cpu_scores import pairs_dense, pairs_sparse, score_rows
+from ._cpu_scores import pairs_dense, pairs_sparse
 from ._cpu_types import OPTIONS, Array
 
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features, and very many classes; class by class
-ALONE, NOT_FINITE = -1, -1  # what a thread returns when another has left; what rows do instead of a count
 ROWS_DRAWN = 32  # rows in a share of that job
 SCORES, PUSH, DRAW, JOB, BY_ROWS = 0, 1, 2, 3, 4  # queues of shares, one for each thread; of JOB there is but one
 SHARES = 8  # of the classes for each thread, where there are several
@@ -123,114 +118,32 @@ def _push_groups(
 
 
 @njit(**OPTIONS)
-def _all_finite(psi: Array) -> bool:
-    """By their sum, as a rule; finite scores can have one that is not."""
-    return np.isfinite(row_sum(psi.reshape(-1))) or np.isfinite(psi).all()
-
-
-@njit(**OPTIONS)
-def _move(lo: int, hi: int, rows: Array, held: Array, kept: Array, back: bool) -> None:
-    for b in range(lo, hi if held.shape[0] > 0 else lo):
-        if back:
-            held[rows[b]] = kept[b]
-        else:
-            kept[b] = held[rows[b]]
-
-
-@njit(**OPTIONS)
-def _keep(lo: int, hi: int, rows: Array, state: tuple, kept: tuple, back: bool) -> None:
-    """Put the local parameters of rows lo..hi aside, or back."""
-    _move(lo, hi, rows, state[0], kept[0], back)
-    _move(lo, hi, rows, state[1], kept[1], back)
-    _move(lo, hi, rows, state[2], kept[2], back)
-
-
-@njit(**OPTIONS)
-def _gradients(
-    lo: int, hi: int, rows: Array, weights: Array, local: tuple, psi: Array, grads: Array, seeds: Array, bound: Array
-) -> int:
-    """E and M step of rows lo..hi: derivatives by all scores in `grads`, times how much each row counts: N / B, and its
-    weight where there are weights. Returns how often the floor acted."""
-    per_row, weigh, model, state, step, flags = local
-    B, S, hits = hi - lo, psi.shape[1] - 1, 0
-    both, scales = np.empty((2, B, S), psi.dtype), np.empty(B, psi.dtype)
-    gap, grad = both[0], both[1]
-    for b in range(B):
-        scales[b] = weights[rows[lo + b]] * per_row if weights.shape[0] > 0 else per_row
-        for s in range(S):
-            gap[b, s] = psi[lo + b, 1 + s] - psi[lo + b, 0]
-    own_bound = bound[lo:hi] if bound.shape[0] > 0 else bound
-    if model == SOFTMAX:
-        hits = e_and_m((state[0], state[2]), rows[lo:hi], gap, weigh[0], 0, step, flags, own_bound, grad)
-    else:
-        own_seeds = (seeds[1], seeds[2])
-        draw_e_and_m(model, state, rows[lo:hi], gap, weigh[1], 0, step, flags, own_seeds, lo, own_bound, grad)
-    with_label(grad, scales, 1, grads[lo:hi])
-    return hits
-
-
-@njit(**OPTIONS)
-def _score_biases(lo: int, hi: int, pairs: Array, bias: Array, psi: Array) -> None:
-    for b in range(lo, hi):
-        for s in range(pairs.shape[1]):
-            psi[b, s] = bias[pairs[b, s]]
-
-
-@njit(**OPTIONS)
-def _to_gradients(
-    lo: int, hi: int, rows: Array, weights: Array, local: tuple, scored: tuple, seeds: Array, bound: Array
-) -> int:
-    """E and M step of rows lo..hi, whose local parameters are put aside before; returns how often the floor acted, or
-    NOT_FINITE, with nothing done, if a score is not finite."""
-    psi, grads, kept = scored[0], scored[1], scored[3]
-    if not _all_finite(psi[lo:hi]):
-        return NOT_FINITE
-    _keep(lo, hi, rows, local[3], kept, False)
-    return _gradients(lo, hi, rows, weights, local, psi, grads, seeds, bound)
-
-
-@njit(**OPTIONS)
 def _by_rows(
-    how: int, i: int, tid: int, n: int, counter: Array, plan: tuple, data: tuple, local: tuple, drawn: tuple,
-    room: tuple, share: Array, arrays: tuple, scored: tuple, summed: tuple,
+    how: int, i: int, tid: int, n: int, counter: Array, plan: tuple, weights: Array, local: tuple, pairs: Array,
+    bias: Array, scored: tuple, well: Array,
 ) -> int:  # fmt: skip
-    """E and M step, and whatever else goes by rows, stretch by stretch of the rows. Returns how often the floor acted.
-
-    Row by row a stretch is a part of the sums, and its rows come from afar but once.
-    """
-    (order, places, seeds, bound), (labels, weights, x), weight, bias = plan, data, arrays[0], arrays[3]
-    (psi, grads, well), rows, at, n_hits = scored[:3], order[i], places[i], 0
-    pairs, whole, sums, B, m, D = drawn[i % HELD], summed[4], summed[5], order.shape[1], well.shape[0], x.shape[1]
+    """E and M step, and where there are only biases scores, stretch by stretch of the rows. Returns how often the floor
+    acted."""
+    (order, seeds, bound), n_hits, B, m = plan, 0, plan[0].shape[1], well.shape[0]
     j = _claim(tid, n, counter, BY_ROWS, m)
     while j >= 0:
         lo, hi = B * j // m, B * (j + 1) // m
-        if how == ROWS and not draw_part(n, counter, i, j, order, seeds, (labels, bias.shape[0], drawn, room)):
-            return ALONE
-        if how == ROWS and D > 0:
-            score_rows(pairs[lo:hi], x, at[lo:hi], weight, bias, psi[lo:hi])
-        elif how != GROUPS:
-            _score_biases(lo, hi, pairs, bias, psi)
-        hits = _to_gradients(lo, hi, rows, weights, local, scored, seeds[i], bound)
+        if how == BIASES:
+            score_biases(lo, hi, pairs, bias, scored[0])
+        hits = to_gradients(lo, hi, order[i], weights, local, scored, seeds[i], bound)
         well[j] = hits != NOT_FINITE
         n_hits += max(0, hits)
-        if how == ROWS and well[j]:
-            if D > 0:
-                sum_rows(j, lo, hi, pairs, x, at, grads, share, whole)
-            sum_part(j, lo, hi, pairs, D, grads, share, sums)
         j = _claim(tid, n, counter, BY_ROWS, m)
     return n_hits
 
 
 @njit(**OPTIONS)
-def _undo(rows: Array, state: tuple, scored: tuple, summed: tuple) -> None:
-    """Put back the local parameters of a step that will not be taken, and clear what was summed of it."""
-    well, kept, whole, sums, B = scored[2], scored[3], summed[4], summed[5], rows.shape[0]
-    m = well.shape[0]
+def _undo(rows: Array, state: tuple, kept: tuple, well: Array) -> None:
+    """Put back the local parameters of a step that will not be taken."""
+    B, m = rows.shape[0], well.shape[0]
     for j in range(m):
         if well[j]:
-            _keep(B * j // m, B * (j + 1) // m, rows, state, kept, True)
-    whole[0][:], whole[1][:] = 0, 0
-    sums[0][...], sums[1][...], sums[2][...] = 0, 0, 0
+            put_back(B * j // m, B * (j + 1) // m, rows, state, kept)
 
 
 @njit(**OPTIONS)
@@ -241,17 +154,6 @@ def _push_biases(
     bias_g, bias_c, sums, touched = summed[0], summed[1], summed[2], summed[3]
     G = sum_biases((pairs.reshape(-1), touched), grad, share, sums, bias_g, bias_c)
     push_biases(touched[:G], bias_g, bias_c, arrays, rule, few)
-
-
-@njit(**OPTIONS)
-def _step_parts(tid: int, n: int, counter: Array, D: int, arrays: tuple, rule: tuple, summed: tuple) -> None:
-    """Share by share of the classes, whose gradients are summed."""
-    whole, sums, K = summed[4], summed[5], arrays[3].shape[0]
-    m = min(K, SHARES * n)
-    j = _claim(tid, n, counter, PUSH, m)
-    while j >= 0:
-        step_parts(K * j // m, K * (j + 1) // m, sums, D, arrays, rule, whole)
-        j = _claim(tid, n, counter, PUSH, m)
 
 
 @njit(**OPTIONS)
@@ -291,17 +193,15 @@ def take_steps(
     """
     order, places, begin, end, seeds, alphas, rules, shown = plan
     (labels, weights, x, column, slot, value, feature), (few, room, sink) = data, own
-    drawn, grouped, scored, summed = common
+    drawn, grouped, scored, well, summed = common
     weight, bias, distinct, start, cuts, n_groups = arrays[0], arrays[3], grouped[4], grouped[5], grouped[6], grouped[7]
-    (M, B), D, psi, flat, well = order.shape, weight.shape[1], scored[0], scored[1].reshape(-1), scored[2]
-    coming, of_rows, r = (order, begin, end, seeds), (labels, weights, x), rules[0]
-    of_classes = (labels, bias.shape[0], drawn, room)
+    (M, B), D, psi, flat = order.shape, weight.shape[1], scored[0], scored[1].reshape(-1)
+    coming, r = (order, begin, end, seeds), rules[0]
     rule = (kinds[0], kinds[1], r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7])
-    if how != ROWS:
-        lo, hi = B * tid // n, B * (tid + 1) // n
-        draw(lo, hi, seeds[0, 0], order[0], labels, bias.shape[0], drawn[0], room)
-        if not together(counter, tid, n):
-            return ALONE
+    lo, hi = B * tid // n, B * (tid + 1) // n
+    draw(lo, hi, seeds[0, 0], order[0], labels, bias.shape[0], drawn[0], room)
+    if not together(counter, tid, n):
+        return ALONE
     if how == GROUPS:
         _prepare(
             0, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share, arrays,
@@ -320,34 +220,26 @@ def take_steps(
                 return ALONE
         if tid == 0:
             _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
-        by_rows = (order, places, seeds, bounds[max(0, shown[i]), : B if shown[i] >= 0 else 0])
+        by_rows = (order, seeds, bounds[max(0, shown[i]), : B if shown[i] >= 0 else 0])
         hits[tid, i] = _by_rows(
-            how, i, tid, n, counter, by_rows, of_rows, local, drawn, room, share, arrays, scored, summed
+            how, i, tid, n, counter, by_rows, weights, local, drawn[i % HELD], bias, scored, well
         )  # fmt: skip
-        left = hits[tid, i] == ALONE
-        if left or not meet_and_draw(tid, n, counter, i + 1 if how == ROWS else M, order, seeds, of_classes):
+        if not together(counter, tid, n):
             return ALONE
         if not well.all():
             if tid == 0:
-                _undo(order[i], state, scored, summed)
+                _undo(order[i], state, scored[2], well)
             return i
         if tid == 0:
             _open(n, counter, BY_ROWS, BY_ROWS)
         if how == GROUPS:
             _push_groups(tid, n, counter, cuts, groups, x, at, csr, flat, share, arrays, rule, summed, few)
-        elif how == ROWS:
-            _step_parts(tid, n, counter, x.shape[1], arrays, rule, summed)
-        if how == ROWS and tid == 0:
-            forget_drawn(n, counter, i)
-        if how == GROUPS and not together(counter, tid, n):
-            return ALONE
-        if how == ROWS and not meet_and_draw(tid, n, counter, i + 1, order, seeds, of_classes):
-            return ALONE
-        if how != ROWS:
-            _prepare(
-                i + 1, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share,
-                arrays, rule, summed, few, room,
-            )  # fmt: skip
             if not together(counter, tid, n):
                 return ALONE
+        _prepare(
+            i + 1, how, tid, n, counter, coming, labels, D, x.shape[0] > 0, sorting, drawn, grouped, flat, share,
+            arrays, rule, summed, few, room,
+        )  # fmt: skip
+        if not together(counter, tid, n):
+            return ALONE
     return M

@@ -1,4 +1,4 @@
-"""The threads that run `_cpu_step.take_steps` together, and their scratch.
+"""The threads that run `_cpu_step.take_steps`, or `_cpu_by_rows.take_by_rows`, together, and their scratch.
 
 Handing single kernels to a pool costs some 50 microseconds each time, as much as the kernels of a small minibatch take;
 so every thread takes whole steps, several in one call, and a wait is a look at a number that the others raise.
@@ -17,10 +17,12 @@ import numba
 import numpy as np
 
 from ._cpu_ahead import HELD, room_to_draw
-from ._cpu_meet import LEFT, first_queue, helpers, new_counter
-from ._cpu_push import PARTS
-from ._cpu_step import ALONE, BIASES, GROUPS, ROWS, SHARES, take_steps
-from ._cpu_types import Array
+from ._cpu_by_rows import take_by_rows
+from ._cpu_meet import ALONE, LEFT, first_queue, helpers, new_counter
+from ._cpu_quarters import PARTS
+from ._cpu_step import BIASES, GROUPS, SHARES, take_steps
+from ._cpu_types import Array, Arrays
+from ._cpu_work import zeros
 
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
 
@@ -62,42 +64,24 @@ class Taken(NamedTuple):
 class Team:
     """n threads (one is a team, too) and their scratch, for one way through minibatches of one size."""
 
-    def __init__(
-        self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype,
-        held: tuple[Array, ...],
-    ) -> None:  # fmt: skip
+    def __init__(self, n: int, B: int, S: int, dtype: np.dtype, held: tuple[Array, ...]) -> None:
         """`held` are the local parameters."""
-        pairs, most = B * (1 + S), min(K, B * (1 + S))
-        sorted_, k, parts = (pairs if how == GROUPS else 0), (K if how == BIASES else 0), (PARTS if how == ROWS else 0)
         self.n, self.counter = n, new_counter(n)
         self.drawn = np.empty((HELD, B, 1 + S), np.uint32)
-        self.grouped = (
-            np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
-            np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64), np.empty(sorted_ + 1, np.int64),
-            np.zeros((n * SHARES if n > 1 else 1) + 1, np.int64), np.zeros(1, np.int64),
-        )  # fmt: skip
         kept = tuple(np.empty(B, each.dtype) for each in held)
-        well = np.empty(PARTS if how == ROWS else SHARES * n if n > 1 else 1, np.bool_)
-        self.scored = (np.empty((B, 1 + S), dtype), np.empty((B, 1 + S), dtype), well, kept)
-        sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
-        biases = np.zeros(most, dtype), np.zeros(most, dtype)
-        self.summed = (*biases, sums, np.empty(most + 1, np.int64))
-        apart = -(-K // 128) * 128  # no two parts in one cache line
-        self.parts = tuple(np.zeros((parts, apart), kind) for kind in (dtype, dtype, np.uint8))
+        self.scored = (np.empty((B, 1 + S), dtype), np.empty((B, 1 + S), dtype), kept)
         self.rooms = [room_to_draw(S) for _ in range(n)]
-        self.sinks = np.empty((n, 64), dtype)
 
     def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
         """M steps, so many of them asked for their bounds; this thread is one of the team, and holds PLACES where there
-        are others."""
+        are others. `few` is scratch for each."""
         B, (others, counter) = len(self.scored[0]), (helpers(self.n - 1), self.counter)
         counter[first_queue(self.n) :] = 0
         out = np.empty((n_bounds, B), self.scored[0].dtype), np.zeros((self.n, M), np.int64)
-        common = (self.drawn, self.grouped, self.scored, (*self.summed, few[0], self.parts))
         try:
             for tid, other in enumerate(others, start=1):
-                other.start(partial(self._part, counter, tid, arguments, common, few[tid], out))
-            found = [self._part(counter, 0, arguments, common, few[0], out), *(other.wait() for other in others)]
+                other.start(partial(self._part, counter, tid, arguments, few, out))
+            found = [self._part(counter, 0, arguments, few, out), *(other.wait() for other in others)]
             if any(not isinstance(taken, int) or taken == ALONE for taken in found):
                 raise next(
                     (error for error in found if isinstance(error, BaseException)), RuntimeError("A thread left.")
@@ -110,10 +94,61 @@ class Team:
             raise
         return Taken(min(taken for taken in found if isinstance(taken, int)), out[0], out[1].sum(0))
 
-    def _part(self, counter: Array, tid: int, arguments: tuple, common: tuple, few: tuple, out: tuple) -> int:
-        own = (few, self.rooms[tid], self.sinks[tid])
+    def _part(self, counter: Array, tid: int, arguments: tuple, few: list[tuple], out: tuple) -> int:
         try:
-            return take_steps(tid, self.n, counter, *arguments, common, own, *out)
+            return self._take(tid, counter, arguments, few, out)
         except BaseException:
             counter[LEFT] = 1
             raise
+
+    def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
+        raise TypeError(f"{type(self).__name__} does not say how to take steps.")
+
+
+class TeamByClasses(Team):
+    """Class by class, or biases alone: every thread works on the same weights."""
+
+    def __init__(
+        self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype,
+        held: tuple[Array, ...],
+    ) -> None:  # fmt: skip
+        super().__init__(n, B, S, dtype, held)
+        pairs, most = B * (1 + S), min(K, B * (1 + S))
+        sorted_, k = (pairs if how == GROUPS else 0), (K if how == BIASES else 0)
+        grouped = (
+            np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
+            np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64), np.empty(sorted_ + 1, np.int64),
+            np.zeros((n * SHARES if n > 1 else 1) + 1, np.int64), np.zeros(1, np.int64),
+        )  # fmt: skip
+        well = np.empty(SHARES * n if n > 1 else 1, np.bool_)
+        sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
+        biases = np.zeros(most, dtype), np.zeros(most, dtype)
+        summed = (*biases, sums, np.empty(most + 1, np.int64))
+        self.common = (self.drawn, grouped, self.scored, well, summed)
+        self.way, self.sinks = (how, sorting), np.empty((n, 64), dtype)
+
+    def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
+        own = (few[tid], self.rooms[tid], self.sinks[tid])
+        return take_steps(tid, self.n, counter, *self.way, *arguments, self.common, own, *out)
+
+
+class TeamByRows(Team):
+    """Row by row: every thread but the first has weights of its own, like `arrays`."""
+
+    def __init__(
+        self, n: int, B: int, S: int, line: tuple[int, ...], dtype: np.dtype, held: tuple[Array, ...], arrays: Arrays
+    ) -> None:
+        super().__init__(n, B, S, dtype, held)
+        self.copies = [[zeros(a.shape, dtype) for a in arrays[:6]] for _ in range(n - 1)]
+        self.lines = [zeros((PARTS // n, line[-1]), dtype) for _ in range(n)]
+        self.common, self.line = (self.drawn, self.scored, zeros((2, n, n, line[-1] if n > 1 else 0), dtype)), line
+
+    def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
+        plan, data, arrays, *rest = arguments
+        order, places, _, _, *differing = plan
+        mine = arrays if tid == 0 else (*self.copies[tid - 1], *arrays[6:])
+        own = (mine, self.lines[tid], self.rooms[tid])
+        return take_by_rows(
+            tid, self.n, counter, self.line, (order, places, *differing), data[:3], arrays, *rest, self.common, own,
+            *out,
+        )  # fmt: skip

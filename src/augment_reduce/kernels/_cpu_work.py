@@ -25,12 +25,12 @@ LINE = 64  # bytes of a cache line
 WORTH_A_THREAD = 60_000  # multiply-adds, about as long as waking a thread takes
 
 
-def _zeros(size: int, dtype: Any) -> np.ndarray:
+def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
     """From the beginning of a cache line on, so that no sixteen numbers of float32 lie in two."""
-    n = size * np.dtype(dtype).itemsize
+    n = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.zeros(n + LINE, np.uint8)
     first = -room.ctypes.data % LINE
-    return room[first : first + n].view(dtype)
+    return room[first : first + n].view(dtype).reshape(shape)
 
 
 class Workspace(threading.local):
@@ -52,7 +52,7 @@ class Workspace(threading.local):
         key = (name, dtype)
         found = self.arrays.get(key)
         if found is None or len(found) < size:
-            found = self.arrays[key] = _zeros(size + size // 4, dtype)
+            found = self.arrays[key] = zeros(size + size // 4, dtype)
         return found[:size]
 
 

@@ -23,9 +23,9 @@ from . import _cpu_team, cpu, runs
 from ._cpu_batch import dense_enough, in_place, load, plain, read_only, spans, worth_numbering
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS
-from ._cpu_push import PARTS
+from ._cpu_quarters import PARTS, line_of
 from ._cpu_step import BIASES, GROUPS, ROWS
-from ._cpu_team import Taken, Team, most_threads
+from ._cpu_team import Taken, Team, TeamByClasses, TeamByRows, most_threads
 from ._cpu_types import Arrays
 from ._cpu_work import WORK, all_below, all_different
 from .rows import DenseRows, SparseRows
@@ -139,10 +139,10 @@ class CompiledStep:
         return list(zip(of_steps, taken.hits.tolist(), strict=False))
 
     def threads(self, how: int, B: int) -> int:
-        """As many as there is work for in a minibatch."""
-        work, most = self.work(B), PARTS if how == ROWS else most_threads()
-        n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS)), most)
-        return n if work > WORTH_THREADS else 1
+        """As many as there is work for in a minibatch; for its quarters one, two or four."""
+        work = self.work(B)
+        n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS))) if work > WORTH_THREADS else 1
+        return n if how != ROWS else min(PARTS, 1 << (n.bit_length() - 1))
 
     def plan(self, M: int, clock: Clock, generators: Iterable[torch.Generator]) -> tuple:
         """What differs between steps: seeds (of the classes, and of the two draws of q where there are draws), sizes of
@@ -172,19 +172,21 @@ class CompiledStep:
     def by_team(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
         (M, B), (K, D), S = order.shape, arrays.weight.shape, self.S
         sort_by, per_row, share = self.for_size(B)
-        key = (n, how, B)
-        if key not in self.teams:
-            self.teams[key] = Team(n, how, B, S, K, sort_by, self.dtype, self.held)
-        x = data[0]
-        size = {ROWS: PARTS * K * x.shape[1], BIASES: 0, GROUPS: D if len(x) else len(data[4]) or D}[how]
+        key, x = (n, how, B), data[0]
+        if key not in self.teams and how == ROWS:
+            line = line_of(K, x.shape[1], len(share) > 0)
+            self.teams[key] = TeamByRows(n, B, S, line, self.dtype, self.held, arrays)
+        elif key not in self.teams:
+            self.teams[key] = TeamByClasses(n, how, B, S, K, sort_by, self.dtype, self.held)
+        size = (D if len(x) else len(data[4]) or D) if how == GROUPS else 0
         few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
         kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)
         model, step = MODELS[self.problem.noise.name], self.rule.step_size
         scale, power = (self.dtype.type(number) for number in (step.scale, step.power))
         rows = (*self.of_rows, *map(read_only, data))  # as X may be: one compiled signature for all
         arguments = (
-            how, sort_by, (order, *plan), rows, tuple(arrays), kinds, self.weigh, model, self.held, (scale, power),
-            self.flags, per_row, share,
+            (order, *plan), rows, tuple(arrays), kinds, self.weigh, model, self.held, (scale, power), self.flags,
+            per_row, share,
         )  # fmt: skip
         try:
             return self.teams[key].run(M, int(plan[-1].max()) + 1, arguments, few)

@@ -31,6 +31,7 @@ from . import _cpu_classes, _cpu_push, _cpu_scores
 from ._cpu_batch import Batch, in_place, load
 from ._cpu_classes import check_classes, group_by_class
 from ._cpu_lanes import LANES
+from ._cpu_quarters import PARTS, line_of, push_quarters
 from ._cpu_rules import push_biases
 from ._cpu_types import Array, Arrays, Buffers, Csr, Groups, Rule
 from ._cpu_work import WORK, run, split
@@ -255,25 +256,18 @@ def _push_rows(
     pairs: Array, x: Array, quarters: bool, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule
 ) -> None:
     """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers."""
-    K, dtype, parts = len(arrays.weight), arrays.weight.dtype, _cpu_push.PARTS
+    K, dtype = len(arrays.weight), arrays.weight.dtype
     check_classes(pairs, K)
     most = min(K, pairs.size)
     if x.size or quarters:
-        sums = _sums_of_parts(K, x.size > 0, dtype)
-        few = _buffers(1, parts * arrays.weight.size if x.size else 0, most, dtype)[0]
-        run(_cpu_push.push_rows, [], (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, sums, few))
+        line = line_of(K, x.shape[1], len(share) > 0)
+        lines = WORK.array("lines", PARTS * line[-1], dtype).reshape(PARTS, -1)
+        run(push_quarters, [], (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, line, lines))
         return
     of_all = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
     flat = (pairs.reshape(-1), WORK.array("touched", most + 1, np.int64))
     few = _buffers(1, 0, most, dtype)[0]
     run(_cpu_push.push_pair_biases, [], (flat, grad, share, arrays, rule, of_all, *_bias_sums(most, dtype), few))
-
-
-def _sums_of_parts(K: int, of_weights: bool, dtype: np.dtype) -> tuple[Array, Array, Array]:
-    """What `_cpu_push.sum_part` adds to."""
-    parts, met = _cpu_push.PARTS, K if of_weights else 0
-    g, c = (WORK.array(name, parts * K, dtype).reshape(parts, K) for name in ("part_g", "part_c"))
-    return g, c, WORK.array("part_met", parts * met, np.uint8).reshape(parts, met)
 
 
 def push_pairs(
