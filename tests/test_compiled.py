@@ -230,7 +230,7 @@ def steps_of(
                 problem, state, order[i : i + at_once], Clock(1 + i, 1),
                 generators=(one.manual_seed(t) for t in turns), wanted=[t % 2 == 0 for t in turns],
             )  # fmt: skip
-            infos += new
+            infos += map(new.of, range(new.n_steps))
     out = {"weight": weight, "bias": bias, **state.local}
     for i, info in enumerate(infos):
         out[f"hits {i}"] = torch.tensor(info.floor_hits)

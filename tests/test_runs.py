@@ -64,7 +64,7 @@ def test_rows_that_only_look_alike_are_not_taken_for_it(monkeypatch):
 
 def test_an_epoch_has_every_row_once_and_the_same_together():
     alike = np.random.default_rng(0).integers(0, 40, 300)
-    orders = [epoch_order(seed, epoch, np.arange(300), alike) for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    orders = [epoch_order(seed, epoch, np.arange(300), alike=alike) for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0))]
     for order in orders:
         assert sorted(order) == list(range(300))
         ring = alike[np.append(order, order[0])]  # one group may be cut, its ends first and last
@@ -77,7 +77,7 @@ def test_an_epoch_has_every_row_once_and_the_same_together():
 def test_a_row_of_a_large_group_is_as_likely_as_any_to_be_the_last():
     """Fifty groups of eight and 401 single rows; failing by chance: 5 standard errors, below 1e-6."""
     alike = np.concatenate([np.arange(50).repeat(8), np.arange(50, 451)])
-    last = np.array([epoch_order(seed, 0, np.arange(801), alike)[-1] for seed in range(600)])
+    last = np.array([epoch_order(seed, 0, np.arange(801), alike=alike)[-1] for seed in range(600)])
     assert abs((last < 400).mean() - 400 / 801) < 5 * 0.5 / 600**0.5
 
 

@@ -1,7 +1,9 @@
 """The order of rows, the seeds, when training stops, what the history says."""
 
 import copy
+import itertools
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from augment_reduce import AugmentReduceClassifier, progress
 from augment_reduce.kernels import reference
-from augment_reduce.kernels._cpu_classes import shuffle
+from augment_reduce.kernels._cpu_order import shuffle
 from augment_reduce.training import HISTORY, epoch_order
 
 
@@ -38,14 +40,18 @@ def test_rows_are_shuffled_by_the_numbers_of_the_reference(n):
     assert order.tolist() == expected
 
 
-def test_every_order_is_as_likely_as_any_other():
-    """24 orders of four rows, 24,000 epochs: chi-square with 23 degrees of freedom, beyond 64 one time in 100,000."""
-    times = np.zeros((4,) * 4)
-    for epoch in range(24_000):
-        times[tuple(epoch_order(3, epoch, np.arange(4)))] += 1
-    seen = times[times > 0]
-    assert len(seen) == 24
-    assert ((seen - 1000) ** 2 / 1000).sum() < 64
+@pytest.mark.parametrize(
+    ("n", "batch_size", "ways", "most"), [(4, 1, 24, 64), (4, 2, 6, 31), (5, 2, 30, 73), (3, 7, 1, 0)]
+)
+def test_every_way_into_minibatches_is_as_likely_as_any_other(n, batch_size, ways, most):
+    """Orders of four rows; two twos; two twos and one. 1,000 epochs for each: a chi-square that is as high as that one
+    time in 100,000. Within a minibatch rows ascend."""
+    times = Counter(tuple(epoch_order(3, epoch, np.arange(n), batch_size).tolist()) for epoch in range(1000 * ways))
+    assert len(times) == ways
+    assert sum((seen - 1000) ** 2 / 1000 for seen in times.values()) <= most
+    for order in times:
+        assert sorted(order) == list(range(n))
+        assert all(a < b for i, (a, b) in enumerate(itertools.pairwise(order), start=1) if i % batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [7, 100, 300, 10_000])

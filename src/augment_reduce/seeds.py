@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Compiled ones, which take a while to import. Asked for once: even an import that was made before shows in short
+    steps."""
+    from .kernels import _cpu_seeds
+
+    return _cpu_seeds
 
 
 def mix(seed: int, stream: int, count: int) -> int:
@@ -21,10 +31,8 @@ def mix(seed: int, stream: int, count: int) -> int:
 
 def mix_all(seed: int, stream: int, counts: range) -> np.ndarray:
     """`mix` of each count, all at once."""
-    from .kernels._cpu_seeds import mix_counts
-
     out = np.empty(len(counts), np.int64)
-    mix_counts(np.uint64(seed & (2**64 - 1)), np.uint64(stream), np.uint64(counts.start), out)
+    kernels().mix_counts(np.uint64(seed & (2**64 - 1)), np.uint64(stream), np.uint64(counts.start), out)
     return out
 
 
@@ -54,20 +62,16 @@ class StepGenerators:
         millisecond, and asking takes three hundredths of that."""
         if not _known_generator():
             return np.array([[draw_seed(generator) for _ in range(n)] for generator in self], np.int64).reshape(-1, n)
-        from .kernels._cpu_seeds import first_numbers
-
         out = np.empty((len(self.seeds), n), np.int64)
-        first_numbers(self.seeds, out)
+        kernels().first_numbers(self.seeds, out)
         return out
 
 
 @functools.cache
 def _known_generator() -> bool:
     """Whether torch's generator is what `first_numbers` takes it for, a Mersenne twister, as it has been for years."""
-    from .kernels._cpu_seeds import first_numbers
-
     generator, seeds = torch.Generator(), np.array([0, 1, 2**32 - 1, 2**62 + 12345], np.int64)
     out = np.empty((len(seeds), 2), np.int64)
-    first_numbers(seeds, out)
+    kernels().first_numbers(seeds, out)
     said = [[draw_seed(generator) for _ in range(2)] for generator in StepGenerators(generator, seeds)]
     return bool((out == said).all())

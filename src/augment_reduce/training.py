@@ -7,12 +7,15 @@ draws from the seed and the iteration (`seeds`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -20,28 +23,39 @@ import torch
 from .local import Clock
 from .progress import TrainingProgress
 from .seeds import StepGenerators, mix, mix_all
-from .vem import Problem, State, StepInfo, at_once, steps
+from .vem import Problem, State, StepInfos, at_once, steps
 
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
 
 
+@functools.cache
+def order_kernels() -> ModuleType:
+    """Compiled ones, which take a while to import; asked for once, as in `seeds`."""
+    from .kernels import _cpu_order
+
+    return _cpu_order
+
+
 def epoch_order(
-    seed: int, epoch: int, rows: np.ndarray, alike: np.ndarray | None = None, out: np.ndarray | None = None
-) -> np.ndarray:
-    """The rows in the order that an epoch follows; those of the same number in `alike`, one for each, come together.
-    In `out`, where it is given, may be what it then is in.
+    seed: int, epoch: int, rows: np.ndarray, batch_size: int = 1, alike: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """The rows in the order that an epoch follows: which minibatch a row is in is random, but within it rows stand as
+    they do in `rows`, as a rule ascending: what belongs to them is read in one direction, and of two threads each has
+    its own part. Rows of the same number in `alike`, one for each, come together. In `out`, where it is given, may be
+    what it then is in.
 
     Compiled: numpy's permutation takes three times as long, which shows in short steps, as new memory does.
     """
-    from .kernels._cpu_classes import shuffle
-
+    kernels = order_kernels()
     order = np.empty_like(rows) if out is None else out
-    order[:] = rows if alike is None else np.arange(len(rows))
-    shuffle(mix(seed, 1, epoch), order)
     if alike is None:
+        kernels.deal_out(mix(seed, 1, epoch), rows, batch_size, order)
         return order
+    order[:] = np.arange(len(rows))
+    kernels.shuffle(mix(seed, 1, epoch), order)
     place = np.arange(int(alike.max()) + 1)
-    shuffle(mix(seed, 4, epoch), place)
+    kernels.shuffle(mix(seed, 4, epoch), place)
     order = order[np.argsort(place[alike[order]], kind="stable")]
     first = mix(seed, 5, epoch) % len(rows)  # or rows that are many alike would seldom be the last ones
     return rows[np.roll(order, first)]
@@ -67,6 +81,16 @@ class Schedule:
         """Whether validation rows and the bound's gap are looked at after iteration t."""
         return t % self.evaluate_every == 0 or t == last
 
+    def recorded(self, t: int, end: int, last: int) -> list[int]:
+        """After which of iterations t..end there is a record; looks are taken after `end`, if at all."""
+        every = range(-(-t // self.record_every) * self.record_every, end + 1, self.record_every)
+        return [*every, end] if self.evaluates(end, last) and end % self.record_every else [*every]
+
+    def wants_bounds(self, turns: range, last: int) -> np.ndarray:
+        """Of which of these iterations the bound is computed."""
+        at = np.arange(turns.start, turns.stop)
+        return (at % self.bound_every == 0) | (at == last)
+
     def until_look(self, t: int, last: int) -> int:
         """How many iterations from t on until the first after which there is such a look, that one too."""
         return min(last - t + 1, self.evaluate_every - (t - 1) % self.evaluate_every)
@@ -88,11 +112,14 @@ class Window:
     rows: int = 0
     floor_hits: int = 0
 
-    def add(self, info: StepInfo, n_rows: int) -> None:
-        if info.bound is not None:
-            self.bound += float(info.bound.numpy().sum(dtype=np.float64))
-            self.rows += n_rows
-        self.floor_hits += info.floor_hits
+    def add(self, infos: StepInfos, first: int, end: int) -> None:
+        """Steps first..end of these."""
+        lo, hi = bisect_left(infos.asked, first), bisect_left(infos.asked, end)
+        if lo < hi:
+            bounds = infos.bounds[lo:hi].numpy()
+            self.bound += sum(bounds.sum(axis=1, dtype=np.float64).tolist())
+            self.rows += bounds.size
+        self.floor_hits += int(np.sum(infos.floor_hits[first:end]))
 
     def mean_bound(self) -> float:
         return self.bound / self.rows if self.rows else math.nan
@@ -173,31 +200,31 @@ def train(
             with progress.may_compile() if t == first else contextlib.nullcontext():
                 if epoch != order_of:
                     order_of = epoch
-                    order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, alike, order)
+                    order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, B, alike, order)
                 M = min(most, max(1, n_rows // B - slot), schedule.until_look(t, last))
                 rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
                 state, infos = steps(
                     problem, state, rows, Clock(t, epoch + 1),
                     generators=StepGenerators(generator, mix_all(schedule.seed, 2, turns)),
-                    wanted=[u % schedule.bound_every == 0 or u == last for u in turns],
+                    wanted=schedule.wants_bounds(turns, last),
                 )  # fmt: skip
-            M, turns = len(infos), turns[: len(infos)]  # fewer where the next one diverges, which its own call will say
+            M = infos.n_steps  # fewer where the next one diverges, which its own call will say
             if slot + M == per_epoch:
                 problem.sampler.end_epoch(state.parameters, n_rows, problem.n_sampled)
             took = time.perf_counter() - started
             progress.advance(M)
-            for u, info in zip(turns, infos, strict=True):
-                if info.bound is not None or info.floor_hits:  # few have either, and steps may be short
-                    window.add(info, rows.shape[1])
-                looks = schedule.evaluates(u, last)
-                if looks or u % schedule.record_every == 0:
-                    score = evaluators.validation() if looks and evaluators.validation else math.nan
-                    gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
-                    when = (u, (u - schedule.origin) / per_epoch, elapsed + took * (u - t + 1) / M)
-                    run.record(progress, (*when, window.mean_bound(), score, gap, window.floor_hits))
-                    window = Window()
-                    if looks and schedule.early_stopping:
-                        keep_best(run, state, score, schedule)
+            added = 0
+            for u in schedule.recorded(t, t + M - 1, last):
+                window.add(infos, added, u - t + 1)
+                added, looks = u - t + 1, schedule.evaluates(u, last)
+                score = evaluators.validation() if looks and evaluators.validation else math.nan
+                gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
+                when = (u, (u - schedule.origin) / per_epoch, elapsed + took * added / M)
+                run.record(progress, (*when, window.mean_bound(), score, gap, window.floor_hits))
+                window = Window()
+                if looks and schedule.early_stopping:
+                    keep_best(run, state, score, schedule)
+            window.add(infos, added, M)
             elapsed += took
             t += M
             check_interrupt()

@@ -69,6 +69,31 @@ class StepInfo(NamedTuple):
     floor_hits: int
 
 
+class StepInfos(NamedTuple):
+    """Of M steps: `bounds` (A, B) of those that were asked for them, which these were, and `floor_hits` (M,) of all."""
+
+    bounds: Tensor
+    asked: list[int]
+    floor_hits: Sequence[int] | np.ndarray
+
+    @property
+    def n_steps(self) -> int:
+        return len(self.floor_hits)
+
+    def of(self, i: int) -> StepInfo:
+        bound = self.bounds[self.asked.index(i)] if i in self.asked else None
+        return StepInfo(bound, int(self.floor_hits[i]))
+
+    @classmethod
+    def from_steps(cls, infos: list[StepInfo]) -> StepInfos:
+        """Of steps taken one by one."""
+        bounds = {i: info.bound for i, info in enumerate(infos) if info.bound is not None}
+        return cls(
+            torch.stack([*bounds.values()]) if bounds else torch.empty(0, 0), [*bounds],
+            [info.floor_hits for info in infos],
+        )  # fmt: skip
+
+
 def step(
     problem: Problem,
     state: State,
@@ -86,7 +111,7 @@ def step(
     if problem.may_compile:
         taken = take_compiled(problem, state, rows[None], clock, [generator], [want_bound])
         if taken is not None:
-            return state, taken[0]
+            return state, taken.of(0)
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     minibatch = as_minibatch(problem, state, rows, labels)
@@ -116,8 +141,8 @@ def step(
 
 def steps(
     problem: Problem, state: State, order: np.ndarray, clock: Clock, *,
-    generators: Iterable[torch.Generator], wanted: Sequence[bool],
-) -> tuple[State, list[StepInfo]]:  # fmt: skip
+    generators: Iterable[torch.Generator], wanted: Sequence[bool] | np.ndarray,
+) -> tuple[State, StepInfos]:  # fmt: skip
     """One step for each minibatch of order (M, B), the same as M times `step`; in one call where that is possible.
 
     `clock` is that of the first; the others follow one after the other in the same epoch. Fewer are taken where the
@@ -138,7 +163,7 @@ def steps(
                 break
             raise
         infos.append(info)
-    return state, infos
+    return state, StepInfos.from_steps(infos)
 
 
 def at_once(problem: Problem, state: State, batch_size: int) -> int:
@@ -156,17 +181,17 @@ def compiled_steps(problem: Problem, state: State) -> Any:
 
 def take_compiled(
     problem: Problem, state: State, order: np.ndarray, clock: Clock, generators: Iterable[torch.Generator],
-    wanted: Sequence[bool],
-) -> list[StepInfo] | None:  # fmt: skip
+    wanted: Sequence[bool] | np.ndarray,
+) -> StepInfos | None:  # fmt: skip
     """The steps of the compiled twins, or None where they leave them to us."""
     with diverged(state):
-        taken = compiled_steps(problem, state)(order, clock, generators, wanted)
+        taken: StepInfos | None = compiled_steps(problem, state)(order, clock, generators, wanted)
         if taken is None:
             return None
-        if not taken:
+        if not taken.n_steps:
             raise not_finite()
-        state.clock = clock.later(len(taken) - 1)
-    return [StepInfo(*each) for each in taken]
+        state.clock = clock.later(taken.n_steps - 1)
+    return taken
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from ._cpu_types import OPTIONS, Array, Groups
 from ._cpu_work import WORK, all_below, equal
 
 U1 = np.uint64(1)
-AT_ONCE = 64  # places of a shuffle that are drawn before its swaps
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 
 
@@ -149,7 +148,7 @@ def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, 
 
 
 @njit(**OPTIONS)
-def _uniform(seed: int, i: int) -> float:
+def uniform(seed: int, i: int) -> float:
     """Number i of splitmix, which depends on the seed and i alone."""
     z = np.uint64(seed) + GOLDEN * np.uint64(i + 1)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -162,21 +161,7 @@ def _uniform(seed: int, i: int) -> float:
 def splitmix(seed: int, out: Array) -> None:
     """`reference.uniforms`, flat."""
     for i in range(out.shape[0]):
-        out[i] = _uniform(seed, i)
-
-
-@njit(cache=True, **OPTIONS)
-def shuffle(seed: int, a: Array) -> None:
-    """Fisher and Yates: the last is swapped with one of all, the one before it with one of those that are left, ..."""
-    n, to = a.shape[0], np.empty(AT_ONCE, np.int64)
-    for first in range(n - 1, 0, -AT_ONCE):
-        m = min(AT_ONCE, first)
-        for t in range(m):  # apart from the swaps, so that it is done in vectors
-            i = first - t
-            to[t] = min(int(_uniform(seed, n - 1 - i) * (i + 1)), i)
-        for t in range(m):
-            i, j = first - t, to[t]
-            a[i], a[j] = a[j], a[i]
+        out[i] = uniform(seed, i)
 
 
 @njit(cache=True, **OPTIONS)

@@ -8,7 +8,7 @@ from numba import njit
 from numpy.polynomial import chebyshev
 from scipy.special import ndtri
 
-from ._cpu_classes import _uniform
+from ._cpu_classes import uniform
 from ._cpu_math import log
 from ._cpu_types import OPTIONS, Array
 
@@ -85,7 +85,7 @@ def standard_draws(normal: bool, seed: int, first: int, out: Array) -> None:
     """out[i] = draw first + i of this seed, of the Normal or the logistic."""
     u = np.empty(out.shape[0])
     for i in range(u.shape[0]):
-        u[i] = _uniform(seed, first + i)
+        u[i] = uniform(seed, first + i)
     if normal:
         _normal_quantiles(u, out)
     else:

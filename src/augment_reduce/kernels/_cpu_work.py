@@ -106,20 +106,6 @@ def all_below(a: np.ndarray, n: int) -> bool:
     return bad == 0
 
 
-@njit(cache=True, nogil=True)
-def all_different(order: np.ndarray, met: np.ndarray) -> bool:
-    """Whether no number stands twice in a line of `order`, all in range of `met`, which is zero before and after."""
-    twice = 0
-    for i in range(order.shape[0]):
-        rows = order[i]
-        for b in range(rows.shape[0]):
-            twice += met[rows[b]]
-            met[rows[b]] = 1
-        for b in range(rows.shape[0]):
-            met[rows[b]] = 0
-    return twice == 0
-
-
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two contiguous arrays of int64 hold the same."""
     return a.shape == b.shape and _same(a.reshape(-1), b.reshape(-1))

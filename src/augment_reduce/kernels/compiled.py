@@ -19,15 +19,17 @@ from ..noise import Gumbel, Logistic, Normal
 from ..optim import OPTIMIZERS, PRIOR_UNBIASED
 from ..sampler import UniformPerRow
 from ..seeds import StepGenerators, draw_seed
+from ..vem import StepInfos
 from . import _cpu_team, cpu, runs
 from ._cpu_batch import dense_enough, in_place, load, plain, read_only, spans, worth_numbering
 from ._cpu_classes import sorting
 from ._cpu_local import MODELS
+from ._cpu_order import all_ascend, all_different
 from ._cpu_quarters import PARTS, line_of
 from ._cpu_step import BIASES, GROUPS, ROWS
 from ._cpu_team import Taken, Team, TeamByClasses, TeamByRows, most_threads
 from ._cpu_types import Arrays
-from ._cpu_work import WORK, all_below, all_different
+from ._cpu_work import WORK, all_below
 from .rows import DenseRows, SparseRows
 
 if TYPE_CHECKING:
@@ -113,30 +115,37 @@ class CompiledStep:
         return B * (1 + self.S) * (self.per_row + A_PAIR)
 
     def __call__(
-        self, order: np.ndarray, clock: Clock, generators: Iterable[torch.Generator], wanted: Sequence[bool]
-    ) -> list[tuple[torch.Tensor | None, int]] | None:
-        """(bound, floor hits) of each step taken, for minibatches order (M, B); fewer than M where the scores of the
-        next are not finite. None, with nothing touched, where `vem.step` has to take them."""
+        self,
+        order: np.ndarray,
+        clock: Clock,
+        generators: Iterable[torch.Generator],
+        wanted: Sequence[bool] | np.ndarray,
+    ) -> StepInfos | None:
+        """Of the steps taken, for minibatches order (M, B); fewer than M where the scores of the next
+        are not finite. None, with nothing touched, where `vem.step` has to take them."""
         problem = self.problem
         if not self.rule.uses_updated and not self.visits[order].all():
             return None
         order = np.ascontiguousarray(order, np.int64)
-        arrays = cpu._arrays(self.parameters, problem.optimizer, problem.prior)
+        arrays, different = cpu._arrays(self.parameters, problem.optimizer, problem.prior), self.all_different(order)
         found = self.rows_for(order, arrays)
-        if found is None:
+        if found is None or (found[0] == ROWS and not different):  # a quarter would see what another has moved
             return None
         how, places, data = found
-        n = self.threads(how, order.shape[1])
-        if n > 1 or how == ROWS:
-            different = all_different(order, WORK.array("met", problem.X.n_rows, np.uint8))
-            if how == ROWS and not different:  # a part would see what another has moved
-                return None
-            n = n if different else 1  # a row that comes twice two of them would move
+        n = self.threads(how, order.shape[1]) if different else 1  # a row that comes twice two threads would move
         shown = np.cumsum(wanted) * wanted - 1  # where each step's bounds go: -1, nowhere
         taken = self.take(n, how, order, data, arrays, (*places, *self.plan(len(order), clock, generators), shown))
-        bounds = torch.from_numpy(taken.bounds).unbind()
-        of_steps = [bounds[i] if i >= 0 else None for i in shown[: taken.n].tolist()]
-        return list(zip(of_steps, taken.hits.tolist(), strict=False))
+        asked = np.flatnonzero(shown[: taken.n] >= 0).tolist()
+        return StepInfos(torch.from_numpy(taken.bounds)[: len(asked)], asked, taken.hits[: taken.n])
+
+    def all_different(self, order: np.ndarray) -> bool:
+        """Whether no row comes twice in a minibatch."""
+        n = self.problem.X.n_rows
+        if all_ascend(order, n):
+            return True
+        if not all_below(order.reshape(-1), n):
+            raise IndexError(f"Expected rows in [0, {n}), found {order.min()} to {order.max()}.")
+        return bool(all_different(order, WORK.array("met", n, np.uint8)))
 
     def threads(self, how: int, B: int) -> int:
         """As many as there is work for in a minibatch; for its quarters one, two or four."""
@@ -212,8 +221,6 @@ class CompiledStep:
         """(way through the minibatches, (places of dense rows, begins and ends of sparse ones), data), or None where
         they have to be loaded one by one and there are several."""
         (M, B), D, X = order.shape, arrays.weight.shape[1], self.problem.X
-        if not all_below(order.reshape(-1), X.n_rows):
-            raise IndexError(f"Expected rows in [0, {X.n_rows}), found {order.min()} to {order.max()}.")
         nowhere = WORK.array("zeros", M * B, np.int64).reshape(M, B)
         nothing = tuple(cpu._csr(None, B, self.dtype))[2:]
         way = ROWS if cpu.in_quarters(X, D, len(arrays.weight), B * (1 + self.S)) else BIASES

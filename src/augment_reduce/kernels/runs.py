@@ -21,6 +21,7 @@ from ..noise import Gumbel, Logistic, Normal
 from ..optim import PRIOR_UNBIASED
 from ..sampler import FeaturePointed, FrequencyShared, Half, HeadAndTail, Minibatch, Sampled
 from ..scores import push_runs, score_runs
+from ..vem import StepInfo, StepInfos
 from . import cpu
 from ._cpu_local import MODELS
 from ._cpu_noise import A_NUMBER
@@ -62,11 +63,16 @@ class RunsStep:
         return 1
 
     def __call__(
-        self, order: np.ndarray, clock: Clock, generators: Iterable[torch.Generator], wanted: Sequence[bool]
-    ) -> list[tuple[torch.Tensor | None, int]]:
-        """(bound, floor hits) of the steps taken, one by one."""
+        self,
+        order: np.ndarray,
+        clock: Clock,
+        generators: Iterable[torch.Generator],
+        wanted: Sequence[bool] | np.ndarray,
+    ) -> StepInfos:
+        """Steps taken one by one."""
         clocks = map(clock.later, range(len(order)))
-        return [self.step(*each) for each in zip(order, clocks, generators, wanted, strict=True)]
+        taken = zip(order, clocks, generators, wanted, strict=True)
+        return StepInfos.from_steps([StepInfo(*self.step(*each)) for each in taken])
 
     def step(
         self, rows: np.ndarray, clock: Clock, generator: torch.Generator, want_bound: bool

@@ -1,0 +1,75 @@
+"""Which rows come when: shuffled, and dealt out into minibatches."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from ._cpu_classes import uniform
+from ._cpu_types import OPTIONS, Array
+from ._cpu_work import WORK
+
+AT_ONCE = 64  # places of a shuffle that are drawn before its swaps
+
+
+@njit(cache=True, **OPTIONS)
+def shuffle(seed: int, a: Array) -> None:
+    """Fisher and Yates: the last is swapped with one of all, the one before it with one of those that are left, ..."""
+    n, to = a.shape[0], np.empty(AT_ONCE, np.int64)
+    for first in range(n - 1, 0, -AT_ONCE):
+        m = min(AT_ONCE, first)
+        for t in range(m):  # apart from the swaps, so that it is done in vectors
+            i = first - t
+            to[t] = min(int(uniform(seed, n - 1 - i) * (i + 1)), i)
+        for t in range(m):
+            i, j = first - t, to[t]
+            a[i], a[j] = a[j], a[i]
+
+
+@njit(cache=True, **OPTIONS)
+def deal(seed: int, rows: Array, B: int, turns: Array, out: Array) -> None:
+    """All rows in minibatches of B, one after the other in `out`, the last of them shorter if need be: every way to do
+    that is as likely. Within a minibatch they stand as they stand in `rows`. `turns` is scratch of as many numbers."""
+    n = rows.shape[0]
+    at = np.empty((n + B - 1) // B, np.int64)
+    for m in range(at.shape[0]):
+        at[m] = m * B
+        turns[m * B : min(n, (m + 1) * B)] = m
+    shuffle(seed, turns)
+    out[:] = rows  # or its lines would be fetched when they are written to, far apart
+    for i in range(n):
+        m = turns[i]
+        out[at[m]] = rows[i]
+        at[m] += 1
+
+
+def deal_out(seed: int, rows: Array, B: int, out: Array) -> None:
+    """`deal`, with scratch that is there."""
+    deal(seed, rows, B, WORK.array("turns", len(rows), np.int32), out)
+
+
+@njit(cache=True, **OPTIONS)
+def all_ascend(order: Array, n: int) -> bool:
+    """Whether every line of `order` ascends, and is in range(n): then no number stands in it twice."""
+    bad = 0
+    for i in range(order.shape[0]):
+        line = order[i]
+        for b in range(line.shape[0] - 1):
+            bad += line[b] >= line[b + 1]
+        if line.shape[0] > 0:
+            bad += (line[0] < 0) | (line[-1] >= n)
+    return bad == 0
+
+
+@njit(cache=True, **OPTIONS)
+def all_different(order: Array, met: Array) -> bool:
+    """Whether no number stands twice in a line of `order`, all in range of `met`, which is zero before and after."""
+    twice = 0
+    for i in range(order.shape[0]):
+        rows = order[i]
+        for b in range(rows.shape[0]):
+            twice += met[rows[b]]
+            met[rows[b]] = 1
+        for b in range(rows.shape[0]):
+            met[rows[b]] = 0
+    return twice == 0
