@@ -20,7 +20,7 @@ from ._cpu_ahead import HELD, room_to_draw
 from ._cpu_by_rows import take_by_rows
 from ._cpu_meet import ALONE, LEFT, first_queue, helpers, new_counter
 from ._cpu_quarters import PARTS
-from ._cpu_step import BIASES, GROUPS, SHARES, take_steps
+from ._cpu_step import APART, BIASES, GROUPS, SHARES, take_steps
 from ._cpu_types import Array, Arrays
 from ._cpu_work import zeros
 
@@ -115,20 +115,25 @@ class TeamByClasses(Team):
         super().__init__(n, B, S, dtype, held)
         pairs, most = B * (1 + S), min(K, B * (1 + S))
         sorted_, k = (pairs if how == GROUPS else 0), (K if how == BIASES else 0)
-        grouped = (
-            np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
-            np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64), np.empty(sorted_ + 1, np.int64),
-            np.zeros((n * SHARES if n > 1 else 1) + 1, np.int64), np.zeros(1, np.int64),
-        )  # fmt: skip
-        well = np.empty(SHARES * n if n > 1 else 1, np.bool_)
+        self.grouped = [
+            (
+                np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
+                np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64),
+                np.empty(sorted_ + 1, np.int64), np.zeros(n * SHARES + 1, np.int64), np.zeros(2, np.int64),
+            )
+            for _ in range(n)
+        ]  # fmt: skip
+        flat_psi = np.empty(pairs + n * APART, dtype)  # beyond the pairs' there is room for what is not needed
+        by_class = np.empty(sorted_ if n > 1 else 0, dtype), np.arange(sorted_ if n > 1 else 0, dtype=np.uint32)
+        scored = (flat_psi[:pairs].reshape(B, 1 + S), *self.scored[1:])
         sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
         biases = np.zeros(most, dtype), np.zeros(most, dtype)
         summed = (*biases, sums, np.empty(most + 1, np.int64))
-        self.common = (self.drawn, grouped, self.scored, well, summed)
+        self.common = (self.drawn, scored, (flat_psi, *by_class), np.empty(n, np.bool_), summed)
         self.way, self.sinks = (how, sorting), np.empty((n, 64), dtype)
 
     def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
-        own = (few[tid], self.rooms[tid], self.sinks[tid])
+        own = (few[tid], self.rooms[tid], self.sinks[tid], self.grouped[tid])
         return take_steps(tid, self.n, counter, *self.way, *arguments, self.common, own, *out)
 
 
