@@ -12,7 +12,8 @@ import torch
 from augment_reduce import AugmentReduceClassifier, progress
 from augment_reduce.kernels import reference
 from augment_reduce.kernels._cpu_order import shuffle
-from augment_reduce.training import HISTORY, epoch_order
+from augment_reduce.local import Clock
+from augment_reduce.training import HISTORY, Orders, epoch_order
 
 
 def rows(n=300, K=6, D=4, seed=0):
@@ -28,6 +29,37 @@ def test_an_epoch_visits_every_row_once_and_epochs_differ():
     assert not np.array_equal(a, b)
     assert np.array_equal(a, epoch_order(5, 1, those))
     assert not np.array_equal(a, epoch_order(6, 1, those))
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("n", [40, 43])
+def test_minibatches_are_those_of_their_epochs_however_many_are_asked_for(n, alike):
+    """In any pieces, forwards and back; where the last minibatch is short none goes beyond its epoch."""
+    numbers = np.arange(n) // 3 if alike else None
+    expected = np.concatenate([epoch_order(7, epoch, np.arange(n), 8, numbers) for epoch in range(20)])
+    per_epoch = -(-n // 8)
+    generator, orders, done = np.random.default_rng(0), Orders(7, np.arange(n), 8, numbers), 0
+    for _ in range(200):
+        most = orders.most_from(done)
+        assert most > 12 if n % 8 == 0 else most == max(1, n // 8 - done % per_epoch)
+        M = int(generator.integers(1, min(most, 12) + 1))
+        first = done // per_epoch * n + done % per_epoch * 8
+        found = orders.minibatches(done, M)
+        assert len(found) == M
+        assert np.array_equal(found.reshape(-1), expected[first : first + found.size])
+        done = done + M if done < 80 else int(generator.integers(0, 80))
+
+
+def test_a_clock_goes_on_into_the_next_epochs():
+    clock = Clock(17, 3, 1, 5)
+    later = [clock.later(i) for i in range(12)]
+    assert [c.iteration for c in later] == list(range(17, 29))
+    assert [c.epoch for c in later] == [3] * 4 + [4] * 5 + [5] * 3
+    assert [c.place for c in later] == [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
+    for i, M in ((0, 12), (0, 4), (0, 5), (3, 1), (4, 5)):
+        assert later[i].epochs(M).tolist() == [c.epoch for c in later[i : i + M]]
+    assert Clock(4, 2).later(100) == Clock(104, 2)
+    assert Clock(4, 2).epochs(3).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 10, 1001])
@@ -184,9 +216,10 @@ def test_an_interrupted_fit_keeps_what_it_learned_and_goes_on(monkeypatch):
     assert np.array_equal(clf.coef_, whole.coef_)
 
 
-@pytest.mark.parametrize("early_stopping", [False, True])
-def test_how_many_steps_go_in_one_call_changes_nothing(early_stopping, monkeypatch):
-    """The preset's compiled steps, one or many at once: the same weights, and the same history but for its clock."""
+@pytest.mark.parametrize(("batch_size", "early_stopping"), [(16, False), (16, True), (20, False), (25, False)])
+def test_how_many_steps_go_in_one_call_changes_nothing(batch_size, early_stopping, monkeypatch):
+    """The preset's compiled steps, one or many at once, into the next epoch too where no row is left: the same weights,
+    and the same history but for its clock."""
     from augment_reduce.kernels import _cpu_team, compiled
 
     X, y = rows()
@@ -197,7 +230,7 @@ def test_how_many_steps_go_in_one_call_changes_nothing(early_stopping, monkeypat
     for most in (1, 64):
         monkeypatch.setattr(compiled, "MOST", most)
         clf = AugmentReduceClassifier(
-            preset="paper", batch_size=16, n_sampled_classes=2, max_iter=250, early_stopping=early_stopping,
+            preset="paper", batch_size=batch_size, n_sampled_classes=2, max_iter=250, early_stopping=early_stopping,
             dtype="float32", random_state=0,
         )  # fmt: skip
         fits.append(clf.fit(X, y))

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,14 +33,23 @@ LocalState = dict[str, Tensor]
 
 
 class Clock(NamedTuple):
-    """What a step size may depend on; both count from 1."""
+    """What a step size may depend on; both count from 1. And where in its epoch this is, from 0, if it ends at all."""
 
     iteration: int
     epoch: int
+    place: int = 0
+    per_epoch: int = 0  # steps; 0: no end is in sight
 
     def later(self, steps: int) -> Clock:
-        """So many steps later, in the same epoch."""
-        return Clock(self.iteration + steps, self.epoch)
+        """So many steps later."""
+        ended, place = divmod(self.place + steps, self.per_epoch) if self.per_epoch else (0, self.place)
+        return Clock(self.iteration + steps, self.epoch + ended, place, self.per_epoch)
+
+    def epochs(self, steps: int) -> np.ndarray:
+        """(steps,) the epochs of this one and of those that follow."""
+        if self.place + steps <= self.per_epoch or not self.per_epoch:
+            return np.full(steps, self.epoch)
+        return self.epoch + (self.place + np.arange(steps)) // self.per_epoch
 
 
 @dataclass(frozen=True)

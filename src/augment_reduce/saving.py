@@ -97,7 +97,7 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         "parameters": {name: encode(value) for name, value in estimator.get_params(deep=False).items()},
         "n_features": estimator.n_features_in_,
         "classes_dtype": estimator.classes_.dtype.str,
-        "clock": list(fitted.clock),
+        "clock": [fitted.clock.iteration, fitted.clock.epoch],
         "seed": fitted.seed,
         "bytes_needed": fitted.bytes_needed,
         "rows_seen": fitted.rows_seen,

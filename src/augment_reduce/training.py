@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import signal
+import sys
 import threading
 import time
 from bisect import bisect_left
@@ -42,8 +43,7 @@ def epoch_order(
 ) -> np.ndarray:  # fmt: skip
     """The rows in the order that an epoch follows: which minibatch a row is in is random, but within it rows stand as
     they do in `rows`, as a rule ascending: what belongs to them is read in one direction, and of two threads each has
-    its own part. Rows of the same number in `alike`, one for each, come together. In `out`, where it is given, may be
-    what it then is in.
+    its own part. Rows of the same number in `alike`, one for each, come together. In `out`, where it is given.
 
     Compiled: numpy's permutation takes three times as long, which shows in short steps, as new memory does.
     """
@@ -52,13 +52,47 @@ def epoch_order(
     if alike is None:
         kernels.deal_out(mix(seed, 1, epoch), rows, batch_size, order)
         return order
-    order[:] = np.arange(len(rows))
-    kernels.shuffle(mix(seed, 1, epoch), order)
-    place = np.arange(int(alike.max()) + 1)
+    among, place = np.arange(len(rows)), np.arange(int(alike.max()) + 1)
+    kernels.shuffle(mix(seed, 1, epoch), among)
     kernels.shuffle(mix(seed, 4, epoch), place)
-    order = order[np.argsort(place[alike[order]], kind="stable")]
+    among = among[np.argsort(place[alike[among]], kind="stable")]
     first = mix(seed, 5, epoch) % len(rows)  # or rows that are many alike would seldom be the last ones
-    return rows[np.roll(order, first)]
+    order[:] = rows[np.roll(among, first)]
+    return order
+
+
+class Orders:
+    """Minibatches one after the other, of several epochs at once where rows come out even."""
+
+    def __init__(self, seed: int, rows: np.ndarray, batch_size: int, alike: np.ndarray | None) -> None:
+        self.seed, self.rows, self.batch_size, self.alike = seed, rows, batch_size, alike
+        self.per_epoch = -(-len(rows) // batch_size)
+        self.first, self.n_held, self.held = 0, 0, np.empty((1, len(rows)), rows.dtype)
+
+    def most_from(self, done: int) -> int:
+        """How many minibatches of one size there are after so many."""
+        n, slot = len(self.rows) // self.batch_size, done % self.per_epoch
+        return max(1, n - slot) if n < self.per_epoch else sys.maxsize
+
+    def minibatches(self, done: int, M: int) -> np.ndarray:
+        """(M, B) rows of those after `done`, of one size."""
+        (epoch, slot), B = divmod(done, self.per_epoch), self.batch_size
+        self.hold(epoch, (slot + M - 1) // self.per_epoch + 1)
+        return self.held.reshape(-1)[slot * B : (slot + M) * B].reshape(M, -1)
+
+    def hold(self, epoch: int, n: int) -> None:
+        """The orders of n epochs from this one on; those that are there are kept."""
+        ahead = epoch - self.first
+        kept = self.held[ahead : self.n_held] if 0 <= ahead < self.n_held else self.held[:0]
+        if len(self.held) < n:
+            self.held = np.concatenate([kept, np.empty((n - len(kept), len(self.rows)), self.rows.dtype)])
+        elif ahead and len(kept):
+            self.held[: len(kept)] = kept.copy()
+        self.first, self.n_held = epoch, len(kept)
+        while self.n_held < n:
+            out = self.held[self.n_held]
+            epoch_order(self.seed, epoch + self.n_held, self.rows, self.batch_size, self.alike, out)
+            self.n_held += 1
 
 
 @dataclass
@@ -185,8 +219,8 @@ def train(
     first = state.clock.iteration + 1
     last = first + schedule.max_iter - 1
     generator = torch.Generator()
-    order_of, order = -1, np.empty_like(problem.active)
     alike = None if problem.alike is None else problem.alike[problem.active]
+    orders = Orders(schedule.seed + schedule.origin, problem.active, B, alike)
     window = Window()
     look_back(run, state, schedule)
 
@@ -196,20 +230,18 @@ def train(
         elapsed += time.perf_counter() - began
         while t <= last and not run.stopped_early:
             started = time.perf_counter()
-            epoch, slot = divmod(t - 1 - schedule.origin, per_epoch)
+            done = t - 1 - schedule.origin
+            epoch, slot = divmod(done, per_epoch)
             with progress.may_compile() if t == first else contextlib.nullcontext():
-                if epoch != order_of:
-                    order_of = epoch
-                    order = epoch_order(schedule.seed + schedule.origin, epoch, problem.active, B, alike, order)
-                M = min(most, max(1, n_rows // B - slot), schedule.until_look(t, last))
-                rows, turns = order[slot * B : (slot + M) * B].reshape(M, -1), range(t, t + M)
+                M = min(most, orders.most_from(done), schedule.until_look(t, last))
+                turns = range(t, t + M)
                 state, infos = steps(
-                    problem, state, rows, Clock(t, epoch + 1),
+                    problem, state, orders.minibatches(done, M), Clock(t, epoch + 1, slot, per_epoch),
                     generators=StepGenerators(generator, mix_all(schedule.seed, 2, turns)),
                     wanted=schedule.wants_bounds(turns, last),
                 )  # fmt: skip
             M = infos.n_steps  # fewer where the next one diverges, which its own call will say
-            if slot + M == per_epoch:
+            if slot + M >= per_epoch:
                 problem.sampler.end_epoch(state.parameters, n_rows, problem.n_sampled)
             took = time.perf_counter() - started
             progress.advance(M)

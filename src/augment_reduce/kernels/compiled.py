@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..vem import Problem, State
 
 WORTH_THREADS = 100_000  # multiply-adds of a minibatch's scores from which a second thread pays
-AT_ONCE, MOST = 60_000_000, 128  # such multiply-adds in one call, some 60 ms of steps; and how many of these at most
+AT_ONCE, MOST = 240_000_000, 512  # such multiply-adds in one call, some 200 ms of steps; and how many of these at most
 A_PAIR = 16  # what a pair costs beside them: drawing its class, sorting it, an exponential
 NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
@@ -162,9 +162,12 @@ class CompiledStep:
         else:
             seeds = np.array([[draw_seed(generator) for _ in range(n_seeds)] for generator in generators])
         alphas, step = np.zeros(M, self.dtype), self.rule.step_size
-        if step.counts != "visits":  # of the rows
-            one = step.counts == "epoch"
-            alphas[:] = step.now(clock) if one else [step.now(clock.later(i)) for i in range(M)]
+        if step.counts == "epoch":
+            epochs = clock.epochs(M)
+            sizes = [step.now(clock._replace(epoch=epoch)) for epoch in range(clock.epoch, epochs[-1] + 1)]
+            alphas[:] = np.array(sizes)[epochs - clock.epoch]
+        elif step.counts != "visits":  # of the rows
+            alphas[:] = [step.now(clock.later(i)) for i in range(M)]
         turns = np.arange(clock.iteration, clock.iteration + M)
         return seeds, alphas, cpu.steps_of_rule(self.problem.optimizer, turns, self.problem.prior).astype(self.dtype)
 
