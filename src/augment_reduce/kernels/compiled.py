@@ -8,6 +8,7 @@ part of their own gets `vem.step` as it stands.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from ._cpu_step import BIASES, GROUPS, ROWS
 from ._cpu_team import Taken, Team, TeamByClasses, TeamByRows, most_threads
 from ._cpu_types import Arrays
 from ._cpu_work import WORK, all_below
+from .pace import Pace
 from .rows import DenseRows, SparseRows
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class CompiledStep:
         self.of_rows = problem.labels.numpy(), none if weights is None else weights.numpy()
         self.sizes: dict[int, tuple] = {}  # by B: what depends on the size of the minibatch alone
         self.teams: dict[tuple[int, int, int], Team] = {}  # by the number of threads, the way and B
+        self.paces: dict[tuple[int, int], Pace] = {}  # by the way and B
 
     def serves(self, problem: Problem, state: State) -> bool:
         return self.problem is problem and self.parameters is state.parameters and self.local_state is state.local
@@ -172,11 +175,15 @@ class CompiledStep:
         return seeds, alphas, cpu.steps_of_rule(self.problem.optimizer, turns, self.problem.prior).astype(self.dtype)
 
     def take(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
-        """The steps, by n threads where nobody else has them."""
-        places = _cpu_team.PLACES
+        """The steps, by n threads where that pays and nobody else has them."""
+        places, pace = _cpu_team.PLACES, self.paces.setdefault((how, order.shape[1]), Pace())
+        n = pace.threads(n)
         held = n > 1 and places.acquire(blocking=False)
         try:
-            return self.by_team(n if held else 1, how, order, data, arrays, plan)
+            began = time.perf_counter()
+            taken = self.by_team(n if held else 1, how, order, data, arrays, plan)
+            pace.note(n if held else 1, time.perf_counter() - began, taken.n)
+            return taken
         finally:
             if held:
                 places.release()
