@@ -190,3 +190,22 @@ def test_any_index_and_number_and_memory(index, number, dtype, tmp_path):
         torch.testing.assert_close(
             psi, reference.pair_scores(rows, step["rows"], step["pairs"], ours.weight, ours.bias), **tolerance
         )
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_where_dense_rows_lie_in_memory_does_not_matter(dtype):
+    """Row by row sums begin where a cache line does: the same numbers for rows that begin anywhere in one."""
+    shape, found = (13, 5, 7, 96, 0.5), []
+    for offset in range(16):
+        rows, rng = make(shape, dense=True)
+        room = np.empty(rows.values.size + 32, np.float32 if dtype == F32 else np.float64)
+        first = -(room.ctypes.data // room.itemsize) % (64 // room.itemsize) + offset
+        values = room[first : first + rows.values.size].reshape(rows.values.shape)
+        values[:] = rows.values
+        X, parameters = DenseRows(values), make_parameters(shape, SectionFour(), rng, dtype)
+        step = draw_step(shape, X, rng, dtype)
+        push(cpu, X, step, parameters, SectionFour(), 1, None, shared=False, dtype=dtype)
+        found.append(parameters.weight.clone())
+    assert cpu.few_weights(X, parameters.weight)
+    assert found[0].any()
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -23,16 +23,16 @@ def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
     return make_array(array_type)(context, builder, array).data
 
 
-def _lanes_at(builder: Any, data: Any, index: Any, number: Any) -> Any:
-    """Pointer to the sixteen numbers from data[index] on."""
-    return builder.bitcast(builder.gep(data, [index]), ir.VectorType(number, LANES).as_pointer())
+def _lanes_at(builder: Any, data: Any, index: Any, number: Any, lanes: int = LANES) -> Any:
+    """Pointer to the sixteen numbers, or so many, from data[index] on."""
+    return builder.bitcast(builder.gep(data, [index]), ir.VectorType(number, lanes).as_pointer())
 
 
-def _all_lanes(builder: Any, x: Any) -> Any:
-    """x, sixteen times."""
-    nothing = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
+def _all_lanes(builder: Any, x: Any, lanes: int = LANES) -> Any:
+    """x, sixteen times, or so many."""
+    nothing = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
     first = builder.insert_element(nothing, x, I32(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
 
 def _send_for(builder: Any, data: Any, index: Any, to_write: bool = False) -> None:
@@ -130,37 +130,33 @@ def dot2_lanes(typing_context: Any, to: Any, x: Any, i: Any, w: Any, j: Any, k: 
     return types.void(to, x, place, w, place, place, types.intp, place), codegen
 
 
-def _add_rows(width: int) -> Any:
-    """Code that adds n rows, each times a number, to sixteen sums, `width` times; these stay in registers meanwhile."""
+def _add_rows(width: int, lanes: int) -> Any:
+    """An intrinsic that adds rows to `width` times so many sums, which stay in registers meanwhile."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number, align = context.get_value_type(signature.args[0].dtype), signature.args[0].dtype.bitwidth // 8
         target, rows, starts, factors = (_data(context, builder, signature.args[a], args[a]) for a in (0, 2, 4, 5))
-        places = [_lanes_at(builder, target, builder.add(args[1], I64(j * LANES)), number) for j in range(width)]
+        steps = [I64(j * lanes) for j in range(width)]
+        places = [_lanes_at(builder, target, builder.add(args[1], step), number, lanes) for step in steps]
         totals = [cgutils.alloca_once_value(builder, builder.load(place, align=align)) for place in places]
         with cgutils.for_range_slice(builder, args[6], args[7], I64(1)) as (p, _):
             first = builder.add(builder.load(builder.gep(starts, [p])), args[3])
-            factor = _all_lanes(builder, builder.load(builder.gep(factors, [p])))
-            for j, total in enumerate(totals):
-                row = builder.load(_lanes_at(builder, rows, builder.add(first, I64(j * LANES)), number), align=align)
+            factor = _all_lanes(builder, builder.load(builder.gep(factors, [p])), lanes)
+            for step, total in zip(steps, totals, strict=True):
+                row = builder.load(_lanes_at(builder, rows, builder.add(first, step), number, lanes), align=align)
                 builder.store(builder.fadd(builder.load(total), builder.fmul(factor, row)), total)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=align)
         return context.get_dummy_value()
 
-    return codegen
+    def add_rows(typing_context: Any, to: Any, i: Any, x: Any, d: Any, first: Any, a: Any, p: Any, last: Any) -> tuple:
+        place = types.int64
+        return types.void(to, place, x, place, first, a, place, place), codegen
+
+    add_rows.__name__ = add_rows.__qualname__ = f"add_rows{width * lanes}"
+    return intrinsic(add_rows)
 
 
-@intrinsic
-def add_rows4(typing_context: Any, to: Any, i: Any, x: Any, d: Any, first: Any, a: Any, p: Any, last: Any) -> tuple:
-    """to[i:i+64] += a[p] * x[first[p]+d : first[p]+d+64], for p up to last, one after the other, for flat arrays;
-    products and sums are rounded apart."""
-    place = types.int64
-    return types.void(to, place, x, place, first, a, place, place), _add_rows(4)
-
-
-@intrinsic
-def add_rows1(typing_context: Any, to: Any, i: Any, x: Any, d: Any, first: Any, a: Any, p: Any, last: Any) -> tuple:
-    """As `add_rows4`, sixteen numbers."""
-    place = types.int64
-    return types.void(to, place, x, place, first, a, place, place), _add_rows(1)
+# add_rows64(to, i, x, d, first, a, p, last): to[i:i+64] += a[p] * x[first[p]+d : first[p]+d+64], for p up to last, one
+# after the other, for flat arrays; products and sums are rounded apart.
+add_rows64, add_rows16, add_rows8, add_rows4 = _add_rows(4, 16), _add_rows(1, 16), _add_rows(1, 8), _add_rows(1, 4)
