@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -17,7 +18,7 @@ from augment_reduce.kernels._cpu_team import Team
 from augment_reduce.kernels.rows import SparseRows, as_rows
 from augment_reduce.local import Clock
 from augment_reduce.noise import Normal
-from augment_reduce.optim import Adagrad, Adam, Prior, SectionFour
+from augment_reduce.optim import Adagrad, Adam, Prior, RowwiseAdagrad, SectionFour
 from augment_reduce.sampler import FrequencyShared, UniformPerRow
 from augment_reduce.vem import Problem, State
 
@@ -257,6 +258,53 @@ def test_several_steps_in_one_call_are_those_steps(name, kind, few, monkeypatch)
     assert sum(len(bound) > 0 for key, bound in found[0].items() if key.startswith("bound")) == 3
     for key, expected in found[0].items():
         assert all(torch.equal(other[key], expected) for other in found[1:]), key
+
+
+@pytest.mark.parametrize(("kind", "few"), WAYS)
+@pytest.mark.parametrize("touched_only", [True, False])
+@pytest.mark.parametrize("optimizer", [SectionFour(every_entry=True), RowwiseAdagrad(), Adam()], ids=lambda o: o.name)
+def test_the_number_of_threads_may_change_between_calls(optimizer, touched_only, kind, few, monkeypatch):
+    """Each thread's copies of the weights are those of the call, whoever moved them last."""
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(_cpu_batch, "DENSE_FROM", 1.0)
+    row_by_row(few, monkeypatch)
+    found = []
+    for changing in (False, True):
+        turns = iter([2, 1, 4, 2, 1, 4] if changing else [1] * 6)
+        monkeypatch.setattr(compiled, "most_threads", lambda turns=turns: next(turns))
+        problem = problem_of("our softmax", kind, optimizer, True, True, torch.float32)
+        problem.prior, problem.may_compile = replace(problem.prior, touched_only=touched_only), True
+        found.append(steps_of(problem, 1)[0])
+    assert next(turns, None) is None
+    for key, expected in found[0].items():
+        assert torch.equal(found[1][key], expected), key
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_after_an_interrupt_the_same_state_goes_on(n, few, monkeypatch):
+    """Sums that lay about half made are gone: a step that another thread left undone is then the step it would have
+    been."""
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(compiled, "most_threads", lambda: n)
+    row_by_row(few, monkeypatch)
+    found = []
+    for interrupted in (False, True):
+        problem = problem_of("our softmax", "dense", Adagrad(), True, False, torch.float32)
+        problem.may_compile = True
+        _, state, _ = steps_of(problem, 6)
+        team = next(iter(state.compiled.teams.values()))
+        if interrupted:
+            for lines in getattr(team, "lines", []):
+                lines[:] = 3.0
+            with monkeypatch.context() as patch, torch.inference_mode():
+                patch.setattr(type(team), "run", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    vem.step(problem, state, np.arange(15), Clock(7, 2), generator=generator(7))
+        with torch.inference_mode():
+            vem.step(problem, state, np.arange(15), Clock(7, 2), generator=generator(7))
+        found.append((state.parameters.weight.clone(), state.parameters.bias.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("few", [True, False])

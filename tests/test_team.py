@@ -19,16 +19,17 @@ from augment_reduce.kernels import _cpu_meet, _cpu_team
 from augment_reduce.kernels._cpu_team import Team
 
 
-def fit_with_team(**settings):
+def fit_with_team(n_classes=60, **settings):
+    """Class by class; with 8 classes, row by row."""
     X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
     settings = {
         "preset": "paper",
         "batch_size": 200,
-        "n_sampled_classes": 20,
+        "n_sampled_classes": n_classes // 3,
         "max_iter": 6,
         "random_state": 0,
     } | settings
-    return AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 60).coef_
+    return AugmentReduceClassifier(**settings).fit(X, np.arange(300) % n_classes).coef_
 
 
 def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
@@ -134,23 +135,28 @@ def test_threads_stay_where_they_are_if_the_process_gives_way_or_is_told_to(monk
     assert _cpu_meet.new_counter(2)[_cpu_meet.MAY_MOVE] == 0
 
 
+@pytest.mark.parametrize(("n_classes", "name"), [(60, "take_steps"), (8, "take_by_rows")])
 @pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
-def test_nobody_waits_for_a_thread_that_has_left(who, monkeypatch):
+def test_nobody_waits_for_a_thread_that_has_left(who, n_classes, name, monkeypatch):
     """Whoever fails, interrupted or not, the others come back, the error is told, and the next step is a step."""
-    take_steps = _cpu_team.take_steps
+    take, called = getattr(_cpu_team, name), []
 
     def failing(tid, *arguments):
+        called.append(tid)
         if tid == who:
             raise KeyboardInterrupt if who == 0 else MemoryError
-        return take_steps(tid, *arguments)
+        return take(tid, *arguments)
 
+    failing.signatures = take.signatures
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
-    expected = fit_with_team()
-    monkeypatch.setattr(_cpu_team, "take_steps", failing)
-    with pytest.raises(KeyboardInterrupt if who == 0 else MemoryError):
-        fit_with_team()
-    monkeypatch.setattr(_cpu_team, "take_steps", take_steps)
-    assert np.array_equal(fit_with_team(), expected)
+    monkeypatch.setattr(_cpu_team, "CORES", 2)
+    expected = fit_with_team(n_classes)
+    with monkeypatch.context() as patch:
+        patch.setattr(_cpu_team, name, failing)
+        with pytest.raises(KeyboardInterrupt if who == 0 else MemoryError):
+            fit_with_team(n_classes)
+    assert sorted(called) == [0, 1]
+    assert np.array_equal(fit_with_team(n_classes), expected)
     assert not _cpu_team.PLACES.locked()
 
 
@@ -197,11 +203,12 @@ def test_a_helper_makes_up_for_what_an_interrupt_left_undone(monkeypatch):
     assert helper.wait() == 6
 
 
+@pytest.mark.parametrize("n_classes", [60, 8])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, monkeypatch):
+def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, n_classes, monkeypatch):
     """Between asking a helper and noticing that one has: the next fit is a fit, on the same helpers."""
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
-    expected, start = fit_with_team(), _cpu_meet.Helper.start
+    expected, start = fit_with_team(n_classes), _cpu_meet.Helper.start
 
     def interrupted(self, job):
         if when == "after":
@@ -211,8 +218,8 @@ def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, monkey
     with monkeypatch.context() as patch:
         patch.setattr(_cpu_meet.Helper, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fit_with_team()
-    assert np.array_equal(fit_with_team(), expected)
+            fit_with_team(n_classes)
+    assert np.array_equal(fit_with_team(n_classes), expected)
     assert not _cpu_team.PLACES.locked()
 
 

@@ -216,8 +216,11 @@ def test_an_interrupted_fit_keeps_what_it_learned_and_goes_on(monkeypatch):
     assert np.array_equal(clf.coef_, whole.coef_)
 
 
-@pytest.mark.parametrize(("batch_size", "early_stopping"), [(16, False), (16, True), (20, False), (25, False)])
-def test_how_many_steps_go_in_one_call_changes_nothing(batch_size, early_stopping, monkeypatch):
+@pytest.mark.parametrize(
+    ("batch_size", "max_iter", "early_stopping"),
+    [(16, 250, False), (16, 250, True), (20, 250, False), (30, 250, True), (20, 4400, False), (16, 4400, False)],
+)  # 4,400: records of several bounds, and steps without one
+def test_how_many_steps_go_in_one_call_changes_nothing(batch_size, max_iter, early_stopping, monkeypatch):
     """The preset's compiled steps, one or many at once, into the next epoch too where no row is left: the same weights,
     and the same history but for its clock."""
     from augment_reduce.kernels import _cpu_team, compiled
@@ -230,8 +233,8 @@ def test_how_many_steps_go_in_one_call_changes_nothing(batch_size, early_stoppin
     for most in (1, 64):
         monkeypatch.setattr(compiled, "MOST", most)
         clf = AugmentReduceClassifier(
-            preset="paper", batch_size=batch_size, n_sampled_classes=2, max_iter=250, early_stopping=early_stopping,
-            dtype="float32", random_state=0,
+            preset="paper", batch_size=batch_size, n_sampled_classes=2, max_iter=max_iter, dtype="float32",
+            early_stopping=early_stopping, random_state=0,
         )  # fmt: skip
         fits.append(clf.fit(X, y))
         assert (max(taken) > 5) is (most > 1)

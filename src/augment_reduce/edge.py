@@ -67,6 +67,7 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     sizes["per-row state"] = shape.n_rows * 3 * item if kept_for_rows else 0
     sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
     sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # which have the same features; 8 of them stay
+    sizes["order of the rows"] = 20 * shape.n_rows  # of two epochs where one call goes from one into the next
     sizes["one step"] = per_step
     return sizes
 

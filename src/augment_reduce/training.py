@@ -50,7 +50,7 @@ def epoch_order(
     kernels = order_kernels()
     order = np.empty_like(rows) if out is None else out
     if alike is None:
-        kernels.deal_out(mix(seed, 1, epoch), rows, batch_size, order)
+        kernels.deal(mix(seed, 1, epoch), rows, batch_size, order)
         return order
     among, place = np.arange(len(rows)), np.arange(int(alike.max()) + 1)
     kernels.shuffle(mix(seed, 1, epoch), among)
@@ -151,7 +151,8 @@ class Window:
         lo, hi = bisect_left(infos.asked, first), bisect_left(infos.asked, end)
         if lo < hi:
             bounds = infos.bounds[lo:hi].numpy()
-            self.bound += sum(bounds.sum(axis=1, dtype=np.float64).tolist())
+            for of_step in bounds.sum(axis=1, dtype=np.float64).tolist():  # one by one: however many came in a call
+                self.bound += of_step
             self.rows += bounds.size
         self.floor_hits += int(np.sum(infos.floor_hits[first:end]))
 
@@ -240,8 +241,8 @@ def train(
                     generators=StepGenerators(generator, mix_all(schedule.seed, 2, turns)),
                     wanted=schedule.wants_bounds(turns, last),
                 )  # fmt: skip
-            M = infos.n_steps  # fewer where the next one diverges, which its own call will say
-            if slot + M >= per_epoch:
+            M = infos.n_steps  # may be fewer: where the next one diverges its own call will say so
+            if slot + M >= per_epoch:  # once for several epochs, which samplers that use it never have in one call
                 problem.sampler.end_epoch(state.parameters, n_rows, problem.n_sampled)
             took = time.perf_counter() - started
             progress.advance(M)

@@ -145,8 +145,8 @@ def steps(
 ) -> tuple[State, StepInfos]:  # fmt: skip
     """One step for each minibatch of order (M, B), the same as M times `step`; in one call where that is possible.
 
-    `clock` is that of the first; the others follow one after the other. Fewer are taken where the
-    scores of one that follows are not finite: the next call, which begins with it, raises.
+    `clock` is that of the first; the others follow one after the other. Fewer may be taken:
+    where the scores of one that follows are not finite the next call, which begins with it, raises.
 
     `generators` gives each step its generator when its turn comes: it may be one that is seeded anew each time.
     """

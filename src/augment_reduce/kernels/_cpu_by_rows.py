@@ -27,9 +27,10 @@ from ._cpu_types import OPTIONS, Array
 
 
 @njit(**OPTIONS)
-def _copy(arrays: tuple, to: tuple) -> None:
-    """Weights and biases with their states."""
-    to[0][...], to[1][...], to[2][...] = arrays[0], arrays[1], arrays[2]
+def _copy(arrays: tuple, to: tuple, has_features: bool) -> None:
+    """Weights, if rows have features, and biases with their states."""
+    if has_features:
+        to[0][...], to[1][...], to[2][...] = arrays[0], arrays[1], arrays[2]
     to[3][...], to[4][...], to[5][...] = arrays[3], arrays[4], arrays[5]
 
 
@@ -92,7 +93,7 @@ def take_by_rows(
     order, places, seeds, alphas, rules, shown = plan
     (drawn, scored, boxes), (labels, weights, x), (mine, lines, room) = common, data, own
     if tid > 0:
-        _copy(arrays, mine)  # nobody moves them before all have met
+        _copy(arrays, mine, line[1] > 0)  # nobody moves them before all have met
     (M, B), size, well = order.shape, line[7], np.zeros(PARTS, np.bool_)
     first, last = PARTS * tid // n, PARTS * (tid + 1) // n
     done, until, of_classes = B * first // PARTS, B * last // PARTS, (labels, line[0], state)

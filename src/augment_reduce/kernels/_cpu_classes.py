@@ -48,6 +48,29 @@ def sort(
     return 0
 
 
+@njit(**OPTIONS)
+def count_out(pairs: Array, K: int, count: Array, order: Array, row: Array, classes: Array, start: Array) -> int:
+    """`sort` and `cut` of pairs (B, C) in two passes, where K classes, each in range, are few enough to be counted one
+    by one; returns how many distinct ones there are. `classes` has room for one more."""
+    count[: K + 1] = 0
+    B, C = pairs.shape
+    for b in range(B):
+        for c in range(C):
+            count[np.int64(pairs[b, c]) + 1] += np.uint32(1)
+    G = 0
+    for k in range(K):
+        classes[G], start[G] = k, count[k]
+        G += count[k + 1] > 0
+        count[k + 1] += count[k]
+    start[G] = B * C
+    for b in range(B):
+        for c in range(C):
+            to = np.int64(count[pairs[b, c]])
+            count[pairs[b, c]] = to + 1
+            order[to], row[to] = b * C + c, b
+    return G
+
+
 @njit(cache=True, **OPTIONS)
 def cut(key: Array, classes: Array, start: Array) -> int:
     """The distinct classes of a sorted list and where each begins; returns how many there are."""

@@ -162,19 +162,6 @@ def has_left(counter: Array) -> bool:
 
 
 @njit(**OPTIONS)
-def reaches(counter: Array, i: int, least: int) -> bool:
-    """Wait until counter[i] is as large as that; False if a thread has left, who may have been to raise it."""
-    looks = 0
-    while now(counter, i) < least:
-        if has_left(counter):
-            return False
-        looks += 1
-        if looks > PATIENCE:
-            _give_way()
-    return True
-
-
-@njit(**OPTIONS)
 def wait_for(counter: Array, tid: int, n: int, meeting: int) -> bool:
     """Wait until all n threads are here; False if one of them will never come."""
     looks = 0

@@ -7,7 +7,6 @@ from numba import njit
 
 from ._cpu_classes import uniform
 from ._cpu_types import OPTIONS, Array
-from ._cpu_work import WORK
 
 AT_ONCE = 64  # places of a shuffle that are drawn before its swaps
 
@@ -27,10 +26,10 @@ def shuffle(seed: int, a: Array) -> None:
 
 
 @njit(cache=True, **OPTIONS)
-def deal(seed: int, rows: Array, B: int, turns: Array, out: Array) -> None:
+def deal(seed: int, rows: Array, B: int, out: Array) -> None:
     """All rows in minibatches of B, one after the other in `out`, the last of them shorter if need be: every way to do
-    that is as likely. Within a minibatch they stand as they stand in `rows`. `turns` is scratch of as many numbers."""
-    n = rows.shape[0]
+    that is as likely. Within a minibatch they stand as they stand in `rows`."""
+    n, turns = rows.shape[0], np.empty(rows.shape[0], np.int32)
     at = np.empty((n + B - 1) // B, np.int64)
     for m in range(at.shape[0]):
         at[m] = m * B
@@ -41,11 +40,6 @@ def deal(seed: int, rows: Array, B: int, turns: Array, out: Array) -> None:
         m = turns[i]
         out[at[m]] = rows[i]
         at[m] += 1
-
-
-def deal_out(seed: int, rows: Array, B: int, out: Array) -> None:
-    """`deal`, with scratch that is there."""
-    deal(seed, rows, B, WORK.array("turns", len(rows), np.int32), out)
 
 
 @njit(cache=True, **OPTIONS)

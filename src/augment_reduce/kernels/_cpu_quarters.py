@@ -4,8 +4,8 @@ Each quarter is summed in the order of its rows, and quarters are added in pairs
 same whoever makes which. Products and sums round as plain torch does (no fused multiply-add).
 
 What is known of a quarter, or of several, is one line of numbers, which threads can send each other: gradients of all
-weights and of all biases, how often each class was met, how many quarters have a score that is not finite; and with a
-prior the biases' and the weights' shares of it. `line_of` says where each begins.
+weights and of all biases, how often each class was met, how many quarters have a score that is not finite; the biases'
+shares of a prior, zero without one, and with one the weights'. `line_of` says where each begins.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ import numpy as np
 from numba import njit
 
 from ._cpu_ahead import HELD, draw
-from ._cpu_classes import cut, sort
+from ._cpu_classes import count_out, cut, sort
 from ._cpu_gradients import NOT_FINITE, put_back, score_biases, to_gradients
-from ._cpu_lanes import LANES, prefetch
+from ._cpu_lanes import LANES, prefetch_to_write
 from ._cpu_meet import ALONE, queue_of, take_number, together
 from ._cpu_push import push_groups, sum_biases
 from ._cpu_rules import push_biases
@@ -64,8 +64,11 @@ def _share_out(start: Array, G: int, n: int, each: int, D: int, cuts: Array) -> 
 def _group(pairs: Array, n_classes: int, n: int, sorting: tuple, each: int, D: int, grouped: tuple) -> None:
     """Sort the pairs by class, and share the classes out."""
     (bits, passes), (keys, orders, row, count, distinct, start, cuts, sizes) = sorting, grouped
-    sort(pairs.reshape(-1), n_classes, bits, passes, count, keys, orders, row, pairs.shape[1])
-    G = cut(keys[passes & 1], distinct, start)
+    if passes == 1:
+        G = count_out(pairs, n_classes, count, orders[1], row, distinct, start)
+    else:
+        sort(pairs.reshape(-1), n_classes, bits, passes, count, keys, orders, row, pairs.shape[1])
+        G = cut(keys[passes & 1], distinct, start)
     sizes[0], sizes[1] = G, _share_out(start, G, n, each, D, cuts)
 
 
@@ -117,14 +120,19 @@ def _push_groups(
 ) -> None:  # fmt: skip
     """Share by share of the classes, as they were scored, and their biases."""
     bias_g, bias_c, m = summed[0], summed[1], cuts.shape[0] - 1
-    for q in range(0, grad.shape[0] if n > 1 else 0, LANES):
-        prefetch(grad, q)  # what others have made of it, before it is read here and there
     j = _claim(tid, n, counter, PUSH, m)
     while j >= 0:
         first, last = cuts[j], cuts[j + 1]
         push_groups(first, last, groups, csr, x, at, grad, share, arrays, rule, bias_g, bias_c, few)
         push_biases(groups[0][first:last], bias_g[first:last], bias_c[first:last], arrays, rule, few)
         j = _claim(tid, n, counter, PUSH, m)
+
+
+@njit(**OPTIONS)
+def _send_for(first: int, last: int, a: Array) -> None:
+    """Ask for a[first:last], which others have read: it will be written to."""
+    for q in range(first, last, LANES):
+        prefetch_to_write(a, q)
 
 
 @njit(**OPTIONS)
@@ -137,7 +145,7 @@ def _to_rows(first: int, last: int, order: Array, by_class: Array, psi: Array, e
 
 
 @njit(**OPTIONS)
-def _by_rows(
+def _e_and_m(
     how: int, tid: int, n: int, rows: Array, seeds: Array, bound: Array, weights: Array, local: tuple, pairs: Array,
     bias: Array, scored: tuple, well: Array,
 ) -> int:  # fmt: skip
@@ -222,15 +230,17 @@ def take_steps(
         if how == GROUPS and n == 1:
             _score_groups(tid, n, counter, shares, groups, x, at, csr, weight, bias, flat_psi, sink)
         elif how == GROUPS:  # scores where no other thread writes, then each takes those of its rows
-            in_line = (groups[0], groups[1], straight, groups[3])
+            m, in_line = sizes[1], (groups[0], groups[1], straight, groups[3])
+            _send_for(lo * C, hi * C, flat)
+            _send_for(groups[1][shares[m * tid // n]], groups[1][shares[m * (tid + 1) // n]], by_class)
             _score_groups(tid, n, counter, shares, in_line, x, at, csr, weight, bias, by_class, sink)
             if not together(counter, tid, n):
                 return ALONE
-            _to_rows(lo * C, hi * C, pair, by_class, flat_psi, B * C + tid * APART)
+            _to_rows(lo * C, hi * C, pair, by_class, flat_psi, B * C + (tid + 1) * APART)
         if tid == 0:
             _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
         bound = bounds[max(0, shown[i]), : B if shown[i] >= 0 else 0]
-        hits[tid, i] = _by_rows(
+        hits[tid, i] = _e_and_m(
             how, tid, n, order[i], seeds[i], bound, weights, local, drawn[i % HELD], bias, scored, well
         )  # fmt: skip
         if not together(counter, tid, n):

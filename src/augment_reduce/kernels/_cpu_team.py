@@ -53,6 +53,11 @@ def most_threads() -> int:
     return min(numba.get_num_threads(), CORES) if os.name == "posix" else 1  # elsewhere nobody says how to give way
 
 
+def n_compiled() -> int:
+    """How often the functions that take steps have been compiled, or found on disk, so far."""
+    return len(take_steps.signatures) + len(take_by_rows.signatures)
+
+
 class Taken(NamedTuple):
     """Steps: how many, the bounds by row of those that were asked for them, and how often the floor acted in each."""
 
@@ -69,7 +74,9 @@ class Team:
         self.n, self.counter = n, new_counter(n)
         self.drawn = np.empty((HELD, B, 1 + S), np.uint32)
         kept = tuple(np.empty(B, each.dtype) for each in held)
-        self.scored = (np.empty((B, 1 + S), dtype), np.empty((B, 1 + S), dtype), kept)
+        self.psi = np.empty(B * (1 + S) + (n + 1) * APART, dtype)  # with room for what nobody needs
+        psi = self.psi[: B * (1 + S)].reshape(B, 1 + S)
+        self.scored = (psi, np.empty_like(psi), kept)
         self.rooms = [room_to_draw(S) for _ in range(n)]
 
     def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
@@ -118,18 +125,17 @@ class TeamByClasses(Team):
         self.grouped = [
             (
                 np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
-                np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(sorted_, np.int64),
-                np.empty(sorted_ + 1, np.int64), np.zeros(n * SHARES + 1, np.int64), np.zeros(2, np.int64),
+                np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(most + 1, np.int64),
+                np.empty(most + 1, np.int64), np.zeros(n * SHARES + 1, np.int64), np.zeros(2, np.int64),
             )
             for _ in range(n)
         ]  # fmt: skip
-        flat_psi = np.empty(pairs + n * APART, dtype)  # beyond the pairs' there is room for what is not needed
-        by_class = np.empty(sorted_ if n > 1 else 0, dtype), np.arange(sorted_ if n > 1 else 0, dtype=np.uint32)
-        scored = (flat_psi[:pairs].reshape(B, 1 + S), *self.scored[1:])
+        in_line = sorted_ if n > 1 else 0
+        scores = (self.psi, np.empty(in_line, dtype), np.arange(in_line, dtype=np.uint32))
         sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
         biases = np.zeros(most, dtype), np.zeros(most, dtype)
         summed = (*biases, sums, np.empty(most + 1, np.int64))
-        self.common = (self.drawn, scored, (flat_psi, *by_class), np.empty(n, np.bool_), summed)
+        self.common = (self.drawn, self.scored, scores, np.empty(n, np.bool_), summed)
         self.way, self.sinks = (how, sorting), np.empty((n, 64), dtype)
 
     def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
@@ -144,7 +150,8 @@ class TeamByRows(Team):
         self, n: int, B: int, S: int, line: tuple[int, ...], dtype: np.dtype, held: tuple[Array, ...], arrays: Arrays
     ) -> None:
         super().__init__(n, B, S, dtype, held)
-        self.copies = [[zeros(a.shape, dtype) for a in arrays[:6]] for _ in range(n - 1)]
+        kept = 0 if line[1] > 0 else 3  # weights and their states, which nobody moves where no row has features
+        self.copies = [[*arrays[:kept], *(zeros(a.shape, dtype) for a in arrays[kept:6])] for _ in range(n - 1)]
         self.lines = [zeros((PARTS // n, line[-1]), dtype) for _ in range(n)]
         self.common, self.line = (self.drawn, self.scored, zeros((2, n, n, line[-1] if n > 1 else 0), dtype)), line
 

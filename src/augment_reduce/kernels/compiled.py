@@ -1,4 +1,5 @@
-"""`vem.steps` in one compiled call where that is possible: says when, and hands `_cpu_step` what it needs.
+"""`vem.steps` in one compiled call where that is possible: says when, and hands `_cpu_step` or `_cpu_by_rows`
+what it needs.
 
 Possible for the paper's sampler with the paper's E steps, any of our optimisers and priors, dense or sparse rows: the
 same numbers to the last bit. For the default with shared classes see `runs`: the same up to rounding. Whoever brings a
@@ -124,8 +125,8 @@ class CompiledStep:
         generators: Iterable[torch.Generator],
         wanted: Sequence[bool] | np.ndarray,
     ) -> StepInfos | None:
-        """Of the steps taken, for minibatches order (M, B); fewer than M where the scores of the next
-        are not finite. None, with nothing touched, where `vem.step` has to take them."""
+        """Of the steps taken, for minibatches order (M, B); fewer than M where scores of the next are not finite, and
+        where it is tried out how many threads pay. None, with nothing touched, where `vem.step` has to take them."""
         problem = self.problem
         if not self.rule.uses_updated and not self.visits[order].all():
             return None
@@ -135,7 +136,9 @@ class CompiledStep:
         if found is None or (found[0] == ROWS and not different):  # a quarter would see what another has moved
             return None
         how, places, data = found
-        n = self.threads(how, order.shape[1]) if different else 1  # a row that comes twice two threads would move
+        most = self.threads(how, order.shape[1]) if different else 1  # a row that comes twice two threads would move
+        n, M = self.pace(how, order.shape[1], most, len(order))
+        order, wanted, places = order[:M], wanted[:M], tuple(each[:M] for each in places)
         shown = np.cumsum(wanted) * wanted - 1  # where each step's bounds go: -1, nowhere
         taken = self.take(n, how, order, data, arrays, (*places, *self.plan(len(order), clock, generators), shown))
         asked = np.flatnonzero(shown[: taken.n] >= 0).tolist()
@@ -156,6 +159,12 @@ class CompiledStep:
         n = min(most_threads(), int(2 * work / max(1, WORTH_THREADS))) if work > WORTH_THREADS else 1
         return n if how != ROWS else min(PARTS, 1 << (n.bit_length() - 1))
 
+    def pace(self, how: int, B: int, most: int, M: int) -> tuple[int, int]:
+        """(threads, steps) of the next call: as many as pay, at most these."""
+        pace = self.paces.setdefault((how, B), Pace())
+        n = pace.threads(most)
+        return n, pace.steps_of(M, n) if most > 1 else M
+
     def plan(self, M: int, clock: Clock, generators: Iterable[torch.Generator]) -> tuple:
         """What differs between steps: seeds (of the classes, and of the two draws of q where there are draws), sizes of
         the E step, numbers of the optimiser."""
@@ -175,14 +184,14 @@ class CompiledStep:
         return seeds, alphas, cpu.steps_of_rule(self.problem.optimizer, turns, self.problem.prior).astype(self.dtype)
 
     def take(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
-        """The steps, by n threads where that pays and nobody else has them."""
-        places, pace = _cpu_team.PLACES, self.paces.setdefault((how, order.shape[1]), Pace())
-        n = pace.threads(n)
+        """The steps, by n threads where nobody else has them."""
+        places = _cpu_team.PLACES
         held = n > 1 and places.acquire(blocking=False)
         try:
-            began = time.perf_counter()
+            began, known = time.perf_counter(), _cpu_team.n_compiled()
             taken = self.by_team(n if held else 1, how, order, data, arrays, plan)
-            pace.note(n if held else 1, time.perf_counter() - began, taken.n)
+            if _cpu_team.n_compiled() == known:  # or it took that long to compile
+                self.paces[how, order.shape[1]].note(n if held else 1, time.perf_counter() - began, taken.n)
             return taken
         finally:
             if held:
@@ -197,8 +206,9 @@ class CompiledStep:
             self.teams[key] = TeamByRows(n, B, S, line, self.dtype, self.held, arrays)
         elif key not in self.teams:
             self.teams[key] = TeamByClasses(n, how, B, S, K, sort_by, self.dtype, self.held)
-        size = (D if len(x) else len(data[4]) or D) if how == GROUPS else 0
-        few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
+        size, few = (D if len(x) else len(data[4]) or D) if how == GROUPS else 0, []
+        if how != ROWS:
+            few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
         kinds = cpu.kinds_of_rule(self.problem.optimizer, self.problem.prior, len(share) > 0)
         model, step = MODELS[self.problem.noise.name], self.rule.step_size
         scale, power = (self.dtype.type(number) for number in (step.scale, step.power))

@@ -255,7 +255,7 @@ def in_quarters(X: Rows, D: int, K: int, n_pairs: int) -> bool:
 def _push_rows(
     pairs: Array, x: Array, quarters: bool, rows: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule
 ) -> None:
-    """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers."""
+    """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers or four gradients."""
     K, dtype = len(arrays.weight), arrays.weight.dtype
     check_classes(pairs, K)
     most = min(K, pairs.size)
