@@ -230,12 +230,11 @@ def take_steps(
         if how == GROUPS and n == 1:
             _score_groups(tid, n, counter, shares, groups, x, at, csr, weight, bias, flat_psi, sink)
         elif how == GROUPS:  # scores where no other thread writes, then each takes those of its rows
-            m, in_line = sizes[1], (groups[0], groups[1], straight, groups[3])
-            _send_for(lo * C, hi * C, flat)
-            _send_for(groups[1][shares[m * tid // n]], groups[1][shares[m * (tid + 1) // n]], by_class)
+            in_line = (groups[0], groups[1], straight, groups[3])
             _score_groups(tid, n, counter, shares, in_line, x, at, csr, weight, bias, by_class, sink)
             if not together(counter, tid, n):
                 return ALONE
+            _send_for(lo * C, hi * C, flat)
             _to_rows(lo * C, hi * C, pair, by_class, flat_psi, B * C + (tid + 1) * APART)
         if tid == 0:
             _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
