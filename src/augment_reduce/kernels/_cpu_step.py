@@ -37,6 +37,7 @@ from ._cpu_types import OPTIONS, Array
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features, and very many classes; class by class
 ROWS_DRAWN = 32  # rows in a share of that job
 SCORES, PUSH, DRAW, JOB = 0, 1, 2, 3  # queues of shares, one for each thread; of JOB there is but one
+OWN, OTHERS = 4, 8  # from a queue's place: how many of its shares its thread took, and how many the others did
 SHARES = 8  # of the classes for each thread, where there are several
 APART = 32  # numbers, that two threads do not write to the same line
 
@@ -74,21 +75,26 @@ def _group(pairs: Array, n_classes: int, n: int, sorting: tuple, each: int, D: i
 
 @njit(**OPTIONS)
 def _claim(tid: int, n: int, counter: Array, queue: int, m: int) -> int:
-    """The next of m shares that nobody has, or -1: of this thread's own, whose data it may well have at hand, then of
-    the others'."""
+    """The next of m shares that nobody has, or -1: of this thread's own, whose data it may well have at hand, from one
+    end, then of the others' from their other ends. So it is the same shares, as a rule, that change hands, between
+    neighbours: the others stay where they are from step to step."""
     for turn in range(n):
         owner = (tid + turn) % n
-        share = m * owner // n + take_number(counter, queue_of(owner, n, queue))
-        if share < m * (owner + 1) // n:
-            return share
+        at, first, last = queue_of(owner, n, queue), m * owner // n, m * (owner + 1) // n
+        if take_number(counter, at) >= last - first:
+            continue
+        k = counter[at + OWN] if turn == 0 else last - first - 1 - take_number(counter, at + OTHERS)
+        if turn == 0:
+            counter[at + OWN] = k + 1
+        return first + k if owner % 2 == 0 else last - 1 - k
     return -1
 
 
 @njit(**OPTIONS)
-def _open(n: int, counter: Array, first: int, last: int) -> None:
-    """Nothing has been taken from these queues."""
+def _open(n: int, counter: Array) -> None:
+    """Nothing has been taken from any queue."""
     for tid in range(n):
-        counter[queue_of(tid, n, first) : queue_of(tid, n, last) + 1] = 0
+        counter[queue_of(tid, n, 0) : queue_of(tid, n, JOB + OTHERS) + 1] = 0
 
 
 @njit(**OPTIONS)
@@ -237,7 +243,7 @@ def take_steps(
             _send_for(lo * C, hi * C, flat)
             _to_rows(lo * C, hi * C, pair, by_class, flat_psi, B * C + (tid + 1) * APART)
         if tid == 0:
-            _open(n, counter, SCORES, JOB)  # nobody takes from these before all are through with the rows
+            _open(n, counter)  # nobody takes from these before all are through with the rows
         bound = bounds[max(0, shown[i]), : B if shown[i] >= 0 else 0]
         hits[tid, i] = _e_and_m(
             how, tid, n, order[i], seeds[i], bound, weights, local, drawn[i % HELD], bias, scored, well
