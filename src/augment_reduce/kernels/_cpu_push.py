@@ -13,28 +13,17 @@ import numpy as np
 from numba import njit
 
 from ..optim import PRIOR_UNBIASED
+from ._cpu_dense import before_a_line, sum_features
 from ._cpu_lanes import LANES, add_lanes, prefetch
 from ._cpu_rules import push_biases, step_at, step_row
-from ._cpu_types import OPTIONS, Array, Rule
+from ._cpu_types import INLINE, OPTIONS, Array, Rule
 
 CHUNK = 64  # features transposed at a time
 AHEAD = 4  # classes whose rows are sent for before their turn
+AT_A_TIME = 64  # pairs of a class whose dense rows are summed before the next: what is known of them stays at hand
 
 
-@njit(**OPTIONS)
-def _add(g: Array, x: Array, a: Any) -> None:
-    for d in range(x.shape[0]):
-        g[d] = g[d] + a * x[d]
-
-
-@njit(**OPTIONS)
-def _add4(g: Array, x0: Array, x1: Array, x2: Array, x3: Array, a0: Any, a1: Any, a2: Any, a3: Any) -> None:
-    """As four times _add, bit for bit, but g is read and written once."""
-    for d in range(x0.shape[0]):
-        g[d] = (((g[d] + a0 * x0[d]) + a1 * x1[d]) + a2 * x2[d]) + a3 * x3[d]
-
-
-@njit(**OPTIONS)
+@njit(**INLINE)
 def _sum_bias(j: int, groups: tuple, csr: tuple, grad: Array, share: Array, bias_g: Array, bias_c: Array) -> int:
     """Gradient and prior share of the bias of class j; returns how many non-zeros its pairs hold."""
     start, order, row, begin, end, nonzeros = groups[1], groups[2], groups[3], csr[0], csr[1], 0
@@ -48,27 +37,26 @@ def _sum_bias(j: int, groups: tuple, csr: tuple, grad: Array, share: Array, bias
     return nonzeros
 
 
-@njit(**OPTIONS)
-def _sum_dense(j: int, groups: tuple, x: Array, at: Array, grad: Array, share: Array, g: Array, c: Array) -> None:
-    """g = sum of grad x and c = sum of share [x != 0] over the pairs of class j."""
-    start, order, row = groups[1], groups[2], groups[3]
-    p, last = start[j], start[j + 1]
-    if share.shape[0] > 0:
-        for q in range(p, last):
-            x0, a0 = x[at[row[q]]], share[order[q]]
-            for d in range(x0.shape[0]):
-                c[d] = c[d] + (a0 if x0[d] != 0 else share.dtype.type(0))
-    while p + 4 <= last:
-        x0, x1, x2, x3 = x[at[row[p]]], x[at[row[p + 1]]], x[at[row[p + 2]]], x[at[row[p + 3]]]
-        a0, a1, a2, a3 = grad[order[p]], grad[order[p + 1]], grad[order[p + 2]], grad[order[p + 3]]
-        _add4(g, x0, x1, x2, x3, a0, a1, a2, a3)
-        p += 4
-    while p < last:
-        _add(g, x[at[row[p]]], grad[order[p]])
-        p += 1
+@njit(**INLINE)
+def _sum_dense(
+    j: int, groups: tuple, x: Array, at: Array, grad: Array, share: Array, g: Array, c: Array, few: tuple
+) -> None:
+    """g = sum of grad x and c = sum of share [x != 0] over the pairs of class j, some at a time."""
+    (order, row), D, flat, (span, first, pull) = groups[2:], x.shape[1], x.reshape(-1), few
+    begin, end, before = groups[1][j], groups[1][j + 1], before_a_line(x)
+    for q in range(begin, end, first.shape[0]):
+        span[1] = m = min(first.shape[0], end - q)
+        for i in range(m):
+            first[i], pull[i] = at[row[q + i]] * D, grad[order[q + i]]
+        sum_features(0, before, D, flat, span, first, pull, g)
+        sum_features(before, D, D, flat, span, first, pull, g)
+    for q in range(begin, end if share.shape[0] > 0 else begin):
+        x0, a0 = x[at[row[q]]], share[order[q]]
+        for d in range(D):
+            c[d] = c[d] + (a0 if x0[d] != 0 else share.dtype.type(0))
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def _sum_sparse(j: int, groups: tuple, csr: tuple, grad: Array, share: Array, g: Array, c: Array) -> None:
     """As _sum_dense, by slots."""
     start, order, row, slots, values = groups[1], groups[2], groups[3], csr[3], csr[4]
@@ -82,7 +70,7 @@ def _sum_sparse(j: int, groups: tuple, csr: tuple, grad: Array, share: Array, g:
                 c[slot[q]] += share[order[p]]
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def _mark(j: int, groups: tuple, csr: tuple, w: Array, s: Array, seen: Array, at: Array) -> Any:
     """List the slots that the pairs of class j touch, each once, and send for their weights and states."""
     start, row, columns, slots, n = groups[1], groups[3], csr[2], csr[3], np.uint64(0)
@@ -98,7 +86,7 @@ def _mark(j: int, groups: tuple, csr: tuple, w: Array, s: Array, seen: Array, at
     return np.int64(n)
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def _collect(n: int, feature: Array, inverse_counts: Array, prior: int, few: tuple) -> None:
     """Take the sums out of g and c, leaving zeros, and turn slots into features."""
     g, c, seen, at, few_g, few_c = few[0], few[1], few[2], few[3], few[4], few[5]
@@ -137,6 +125,7 @@ def push_groups(
     """
     classes, weight, state, feature, g, c = groups[0], arrays[0], arrays[1], csr[5], few[0], few[1]
     rule, D, dense, numbered = Rule(*rule_), weight.shape[1], x.shape[0] > 0, feature.shape[0] > 0
+    pairs = (np.zeros(2, np.int64), np.empty(AT_A_TIME, np.int64), np.empty(AT_A_TIME, grad.dtype))
     for j in range(lo, hi):
         k = classes[j]
         if j + AHEAD < hi:
@@ -145,7 +134,7 @@ def push_groups(
                 prefetch(state, classes[j + AHEAD] * state.shape[1] + d)
         nonzeros = _sum_bias(j, groups, csr, grad, share, bias_g, bias_c)
         if dense:
-            _sum_dense(j, groups, x, at, grad, share, g, c)
+            _sum_dense(j, groups, x, at, grad, share, g, c, pairs)
             step_row(rule, arrays, k, g, c)
         elif not numbered and 4 * nonzeros > D:
             _sum_sparse(j, groups, csr, grad, share, g, c)

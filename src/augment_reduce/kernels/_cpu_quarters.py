@@ -14,7 +14,8 @@ import numpy as np
 from numba import njit
 
 from ..optim import PRIOR_UNBIASED
-from ._cpu_lanes import LANES, add_rows4, add_rows8, add_rows16, add_rows64
+from ._cpu_dense import before_a_line, sum_features
+from ._cpu_lanes import LANES
 from ._cpu_rules import step_biases, step_row
 from ._cpu_types import OPTIONS, Array, Rule
 
@@ -44,37 +45,6 @@ def in_groups(classes: Array, K: int, start: Array, order: Array) -> None:
 
 
 @njit(**OPTIONS)
-def _before_a_line(x: Array) -> int:
-    """How many numbers of a row of x come before a cache line begins, if that is the same for all rows: vectors from
-    there on do not lie in two lines."""
-    D, size = x.shape[1], x.itemsize
-    return -(x.ctypes.data // size) % (64 // size) if D * size % 64 == 0 else 0
-
-
-@njit(**OPTIONS)
-def _sum_features(d: int, end: int, D: int, x: Array, start: Array, first: Array, pull: Array, g: Array) -> None:
-    """Features d..end of all pairs: as wide as there is room for."""
-    K, flat = start.shape[0] - 2, x.reshape(-1)
-    while d + 4 <= end:
-        n = end - d
-        for k in range(K):
-            at, p, last = k * D + d, start[k], start[k + 1]
-            if n >= 4 * LANES:
-                add_rows64(g, at, x, d, first, pull, p, last)
-            elif n >= LANES:
-                add_rows16(g, at, x, d, first, pull, p, last)
-            elif n >= 8:
-                add_rows8(g, at, x, d, first, pull, p, last)
-            else:
-                add_rows4(g, at, x, d, first, pull, p, last)
-        d += 4 * LANES if n >= 4 * LANES else LANES if n >= LANES else 8 if n >= 8 else 4
-    for k in range(K if d < end else 0):
-        for p in range(start[k], start[k + 1]):
-            for e in range(d, end):
-                g[k * D + e] = g[k * D + e] + pull[p] * flat[first[p] + e]
-
-
-@njit(**OPTIONS)
 def _sum_weights(lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, to: tuple) -> None:
     """Add what rows lo..hi pull at each class's weights to g, and their shares of the prior to c.
 
@@ -88,9 +58,9 @@ def _sum_weights(lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Ar
     in_groups(own, K, start, order)
     for p in range(P):
         first[p], pull[p] = at[lo + order[p] // C] * D, a[order[p]]
-    before = min(D, _before_a_line(x))
-    _sum_features(0, before, D, x, start, first, pull, g)
-    _sum_features(before, D, D, x, start, first, pull, g)
+    before = min(D, before_a_line(x))
+    sum_features(0, before, D, flat, start[: K + 1], first, pull, g)
+    sum_features(before, D, D, flat, start[: K + 1], first, pull, g)
     for k in range(K if share.shape[0] > 0 else 0):
         of_prior = c[k * D : (k + 1) * D]
         for p in range(start[k], start[k + 1]):

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from ..optim import ADAGRAD, ADAM, PRIOR_TOUCHED, PRIOR_UNBIASED, ROWWISE_ADAGRAD, SECTION4
-from ._cpu_types import OPTIONS, Array, Arrays, Buffers, Rule
+from ._cpu_types import INLINE, OPTIONS, Array, Arrays, Buffers, Rule
 
 # The rules of optim.py for one entry: (rule, g, s, r) -> (step size h, gradient to follow, new s, new r).
 
@@ -70,7 +70,7 @@ def _loop(entry: Callable, n_states: int, with_prior: bool) -> Callable:
 
     # Cached kernels are linked by name: two loops of one name could be taken for each other.
     loop.__name__ = loop.__qualname__ = f"{entry.__name__}_{'with' if with_prior else 'without'}_prior"
-    return njit(**OPTIONS)(loop)
+    return njit(**INLINE)(loop)
 
 
 _section4_loop, _section4_prior = _loop(_section4, 1, False), _loop(_section4, 1, True)
@@ -105,7 +105,7 @@ def _with_rate(rule: Rule, kind: int, rate: Any) -> Rule:
     return Rule(kind, rule.prior, rate, rule.a, rule.b, rule.c, rule.d, rule.eps, rule.variance, rule.bias_rate)
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def _step(rule: Rule, w: Array, s: Array, r: Array, g: Array, c: Array, n: int) -> None:
     """One step on n entries; for row-wise Adagrad s is the row's one number."""
     prior = rule.prior == PRIOR_UNBIASED
@@ -156,7 +156,7 @@ def _scatter(to: Array, source: Array, at: Array, n: int) -> None:
 # made where they are used: one chosen between two has its references counted, which costs as much as a short row.
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def step_row(rule: Rule, arrays: tuple, k: int, g: Array, c: Array) -> None:
     """One step on the whole of class row k."""
     weight, state, state2, inverse_counts = arrays[0], arrays[1], arrays[2], arrays[6]
@@ -166,7 +166,7 @@ def step_row(rule: Rule, arrays: tuple, k: int, g: Array, c: Array) -> None:
     _step(rule, weight[k], state[k], state2[k if rule.kind >= ADAM else 0], g, c, weight.shape[1])
 
 
-@njit(**OPTIONS)
+@njit(**INLINE)
 def step_at(rule: Rule, arrays: tuple, k: int, g: Array, c: Array, n: int, few: tuple) -> None:
     """One step on the n entries `at` of class row k, gathered and put back."""
     weight, state, state2 = arrays[0], arrays[1], arrays[2]

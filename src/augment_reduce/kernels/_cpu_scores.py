@@ -8,20 +8,13 @@ import numpy as np
 from numba import njit
 
 from ._cpu_batch import Batch
+from ._cpu_dense import before_a_line, score_class
 from ._cpu_lanes import LANES, dot2_lanes, dot_lanes
 from ._cpu_types import OPTIONS, Array, Csr, Groups
 from ._cpu_work import WORK, run, split
 
 SUMS: dict[str, Any] = {**OPTIONS, "fastmath": {"contract", "reassoc", "nsz"}}  # NaN and infinity keep their meaning
 CHUNK = 64  # features transposed at a time
-
-
-@njit(**SUMS)
-def _dot(w: Array, x: Array) -> float:
-    total = w.dtype.type(0)
-    for d in range(w.shape[0]):
-        total += w[d] * x[d]
-    return total
 
 
 @njit(**OPTIONS)
@@ -38,18 +31,6 @@ def _dot2(x: Array, row: int, weight: Array, k: int, j: int, sums: Array, coming
         t0 += weight[k, d] * x[row, d]
         t1 += weight[j, d] * x[row, d]
     return t0, t1
-
-
-@njit(**SUMS)
-def _dot4(w: Array, x0: Array, x1: Array, x2: Array, x3: Array) -> tuple:
-    """Four rows against one class: each weight is read once."""
-    t0 = t1 = t2 = t3 = w.dtype.type(0)
-    for d in range(w.shape[0]):
-        t0 += w[d] * x0[d]
-        t1 += w[d] * x1[d]
-        t2 += w[d] * x2[d]
-        t3 += w[d] * x3[d]
-    return t0, t1, t2, t3
 
 
 @njit(**SUMS)
@@ -90,22 +71,10 @@ def pairs_sparse(
 @njit(cache=True, **OPTIONS)
 def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
     """Row b of the minibatch is x[at[b]]."""
-    groups = Groups(*groups_)
-    order, row = groups.order, groups.row
+    groups, before = Groups(*groups_), before_a_line(x)
     for j in range(lo, hi):
-        k = groups.classes[j]
-        w = weight[k]
-        p, last = groups.start[j], groups.start[j + 1]
-        while p + 4 <= last:
-            t0, t1, t2, t3 = _dot4(w, x[at[row[p]]], x[at[row[p + 1]]], x[at[row[p + 2]]], x[at[row[p + 3]]])
-            out[order[p]] = bias[k] + t0
-            out[order[p + 1]] = bias[k] + t1
-            out[order[p + 2]] = bias[k] + t2
-            out[order[p + 3]] = bias[k] + t3
-            p += 4
-        while p < last:
-            out[order[p]] = bias[k] + _dot(w, x[at[row[p]]])
-            p += 1
+        k, p, last = groups.classes[j], groups.start[j], groups.start[j + 1]
+        score_class(k, p, last, groups.order, groups.row, x, at, before, weight, bias, out)
 
 
 @njit(cache=True, **OPTIONS)
