@@ -135,7 +135,7 @@ def test_threads_stay_where_they_are_if_the_process_gives_way_or_is_told_to(monk
     assert _cpu_meet.new_counter(2)[_cpu_meet.MAY_MOVE] == 0
 
 
-@pytest.mark.parametrize(("n_classes", "name"), [(60, "take_steps"), (8, "take_by_rows")])
+@pytest.mark.parametrize(("n_classes", "name"), [(60, "take_by_classes"), (8, "take_by_rows")])
 @pytest.mark.parametrize("who", [0, 1], ids=["the caller", "another thread"])
 def test_nobody_waits_for_a_thread_that_has_left(who, n_classes, name, monkeypatch):
     """Whoever fails, interrupted or not, the others come back, the error is told, and the next step is a step."""
@@ -147,7 +147,7 @@ def test_nobody_waits_for_a_thread_that_has_left(who, n_classes, name, monkeypat
             raise KeyboardInterrupt if who == 0 else MemoryError
         return take(tid, *arguments)
 
-    failing.signatures = take.signatures
+    failing.overloads = take.overloads
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
     monkeypatch.setattr(_cpu_team, "CORES", 2)
     expected = fit_with_team(n_classes)

@@ -16,9 +16,11 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 
 @njit(cache=True, **OPTIONS)
 def sort(
-    classes: Array, n: int, bits: int, passes: int, count: Array, keys: Array, orders: Array, row: Array, per_row: int
-) -> int:
-    """Stable radix sort, `bits` bits a pass, into keys[passes & 1]; -1 if a class is not in range(n)."""
+    classes: Array, n: int, bits: int, passes: int, count: Array, keys: Array, orders: Array, row: Array, per_row: int,
+    first_row: int,
+) -> int:  # fmt: skip
+    """Stable radix sort, `bits` bits a pass, into keys[passes & 1]; -1 if a class is not in range(n). Rows are counted
+    from `first_row` on."""
     P = classes.shape[0]
     mask = np.uint32((1 << bits) - 1)
     bad = 0
@@ -44,30 +46,33 @@ def sort(
             to_key[to], to_order[to] = key[i], order[i]
     order, inverse = orders[passes & 1], 1.0 / per_row
     for i in range(P):
-        row[i] = np.uint32((order[i] + 0.5) * inverse)  # order // per_row, exactly, and in vectors
+        row[i] = np.uint32((order[i] + 0.5) * inverse) + np.uint32(first_row)  # order // per_row, but in vectors
     return 0
 
 
 @njit(**OPTIONS)
-def count_out(pairs: Array, K: int, count: Array, order: Array, row: Array, classes: Array, start: Array) -> int:
+def count_out(
+    pairs: Array, K: int, count: Array, order: Array, row: Array, first_row: int, classes: Array, start: Array
+) -> int:
     """`sort` and `cut` of pairs (B, C) in two passes, where K classes, each in range, are few enough to be counted one
     by one; returns how many distinct ones there are. `classes` has room for one more."""
-    count[: K + 1] = 0
+    count[:K] = 0
     B, C = pairs.shape
     for b in range(B):
         for c in range(C):
-            count[np.int64(pairs[b, c]) + 1] += np.uint32(1)
-    G = 0
+            count[pairs[b, c]] += np.uint32(1)
+    G, total = 0, np.int64(0)
     for k in range(K):
-        classes[G], start[G] = k, count[k]
-        G += count[k + 1] > 0
-        count[k + 1] += count[k]
+        m = count[k]
+        count[k], classes[G], start[G] = total, k, total
+        G += m > 0
+        total += m
     start[G] = B * C
     for b in range(B):
         for c in range(C):
             to = np.int64(count[pairs[b, c]])
             count[pairs[b, c]] = to + 1
-            order[to], row[to] = b * C + c, b
+            order[to], row[to] = b * C + c, first_row + b
     return G
 
 
@@ -109,7 +114,7 @@ def group_by_class(classes: Array, n: int) -> Groups:
     keys = WORK.array("keys", 2 * P, np.uint32).reshape(2, P)
     orders = WORK.array("orders", 2 * P, np.uint32).reshape(2, P)
     row, count = WORK.array("pair_row", P, np.uint32), WORK.array("count", (1 << bits) + 1, np.uint32)
-    if sort(classes.reshape(-1), n, bits, passes, count, keys, orders, row, classes.shape[1]) < 0:
+    if sort(classes.reshape(-1), n, bits, passes, count, keys, orders, row, classes.shape[1], 0) < 0:
         check_classes(classes, n)
     distinct, start = WORK.array("distinct", P, np.int64), WORK.array("start", P + 1, np.int64)
     G = cut(keys[passes & 1], distinct, start)

@@ -43,14 +43,14 @@ def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 def _fold4(builder: Any, vectors: list) -> Any:
     """The sums of four vectors of sixteen, side by side."""
     halves = [builder.fadd(_pick(builder, v, v, [*range(8)]), _pick(builder, v, v, [*range(8, 16)])) for v in vectors]
-    quarters = [
+    ab, cd = (
         builder.fadd(
             _pick(builder, a, b, [0, 1, 2, 3, 8, 9, 10, 11]), _pick(builder, a, b, [4, 5, 6, 7, 12, 13, 14, 15])
         )
         for a, b in (halves[:2], halves[2:])
-    ]
+    )
     twos = builder.fadd(
-        _pick(builder, *quarters, [0, 1, 4, 5, 8, 9, 12, 13]), _pick(builder, *quarters, [2, 3, 6, 7, 10, 11, 14, 15])
+        _pick(builder, ab, cd, [0, 1, 4, 5, 8, 9, 12, 13]), _pick(builder, ab, cd, [2, 3, 6, 7, 10, 11, 14, 15])
     )
     return builder.fadd(_pick(builder, twos, twos, [0, 2, 4, 6]), _pick(builder, twos, twos, [1, 3, 5, 7]))
 

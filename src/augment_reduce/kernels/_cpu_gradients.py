@@ -91,6 +91,15 @@ def put_back(lo: int, hi: int, rows: Array, state: tuple, kept: tuple) -> None:
 
 
 @njit(**OPTIONS)
+def undo(rows: Array, state: tuple, kept: tuple, well: Array) -> None:
+    """Put back the local parameters of a step that will not be taken, of those threads whose scores were well."""
+    B, m = rows.shape[0], well.shape[0]
+    for j in range(m):
+        if well[j]:
+            put_back(B * j // m, B * (j + 1) // m, rows, state, kept)
+
+
+@njit(**OPTIONS)
 def score_biases(lo: int, hi: int, pairs: Array, bias: Array, psi: Array) -> None:
     for b in range(lo, hi):
         for s in range(pairs.shape[1]):

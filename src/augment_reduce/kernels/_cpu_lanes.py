@@ -66,6 +66,33 @@ def prefetch_to_write(typing_context: Any, array: Any, index: Any) -> tuple:
 
 
 @intrinsic
+def copy_lanes(typing_context: Any, to: Any, i: Any, source: Any, j: Any) -> tuple:
+    """to[i:i+16] = source[j:j+16], for flat arrays."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, align = context.get_value_type(signature.args[0].dtype), signature.args[0].dtype.bitwidth // 8
+        origin = _lanes_at(builder, _data(context, builder, signature.args[2], args[2]), args[3], number)
+        target = _lanes_at(builder, _data(context, builder, signature.args[0], args[0]), args[1], number)
+        builder.store(builder.load(origin, align=align), target, align=align)
+        return context.get_dummy_value()
+
+    return types.void(to, types.uint64, source, types.uint64), codegen
+
+
+@intrinsic
+def count_lanes(typing_context: Any, to: Any, i: Any, first: Any) -> tuple:
+    """to[i:i+16] = first, first + 1, ..., for a flat array of uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target = _lanes_at(builder, _data(context, builder, signature.args[0], args[0]), args[1], I32)
+        upwards = ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)])
+        builder.store(builder.add(_all_lanes(builder, builder.trunc(args[2], I32)), upwards), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(to, types.uint64, types.uint64), codegen
+
+
+@intrinsic
 def add_lanes(typing_context: Any, to: Any, i: Any, x: Any, source: Any, j: Any) -> tuple:
     """to[i:i+16] += x * source[j:j+16], for flat arrays; product and sum are rounded apart."""
 

@@ -17,6 +17,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ ALONE = -1  # what a thread returns when another has left
 ARRIVED, LEFT = 0, 1  # places of a team's counter: how often threads came to a meeting; whether one is gone
 MAY_MOVE, MOVES = 2, 3  # whether threads may move to other cores; how often one did
 LINE = 16  # numbers that two cores had better not write at once: two cache lines
-QUEUES = 2 * LINE  # of each thread, at most
+QUEUES = LINE  # of each thread, at most
 SEEN = LINE  # from there on: the core on which each thread was last, plus 1
 LOOK_AROUND = 16  # meetings from one at which threads may move to the next
 MOST_CORES = 1024  # as many as the system's own type has room for
@@ -74,6 +75,24 @@ def _give_way(typing_context: Any) -> tuple:
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def seconds(typing_context: Any) -> tuple:
+    """A clock that nobody sets; zero where there is none."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.DoubleType()
+        if os.name != "posix":
+            return number(0.0)
+        time_of = cgutils.alloca_once(builder, ir.LiteralStructType([I64, I64]))
+        kind = ir.FunctionType(I32, [I32, cgutils.voidptr_t])
+        call = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(call, [I32(time.CLOCK_MONOTONIC), builder.bitcast(time_of, cgutils.voidptr_t)])
+        whole, nano = (builder.sitofp(builder.extract_value(builder.load(time_of), i), number) for i in range(2))
+        return builder.fadd(whole, builder.fmul(nano, number(1e-9)))
+
+    return types.float64(), codegen
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""The threads that run `_cpu_step.take_steps`, or `_cpu_by_rows.take_by_rows`, together, and their scratch.
+"""The threads that run `take_by_classes`, `take_by_rows` or `take_biases` together, and their scratch.
 
 Handing single kernels to a pool costs some 50 microseconds each time, as much as the kernels of a small minibatch take;
 so every thread takes whole steps, several in one call, and a wait is a look at a number that the others raise.
@@ -17,13 +17,18 @@ import numba
 import numpy as np
 
 from ._cpu_ahead import HELD, room_to_draw
+from ._cpu_biases import take_biases
+from ._cpu_by_classes import take_by_classes
 from ._cpu_by_rows import take_by_rows
+from ._cpu_classes import sorting
 from ._cpu_meet import ALONE, LEFT, first_queue, helpers, new_counter
 from ._cpu_quarters import PARTS
-from ._cpu_step import APART, BIASES, GROUPS, SHARES, take_steps
 from ._cpu_types import Array, Arrays
 from ._cpu_work import zeros
 
+APART = 32  # numbers, that two threads do not write to the same line
+UNEVEN = 0.01  # of a thread's time: less is not worth moving classes to another core
+ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features, and very many classes; class by class
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
 
 
@@ -55,7 +60,7 @@ def most_threads() -> int:
 
 def n_compiled() -> int:
     """How often the functions that take steps have been compiled, or found on disk, so far."""
-    return len(take_steps.signatures) + len(take_by_rows.signatures)
+    return sum(len(take.overloads) for take in (take_by_classes, take_by_rows, take_biases))  # signatures: 0.1 ms
 
 
 class Taken(NamedTuple):
@@ -74,9 +79,7 @@ class Team:
         self.n, self.counter = n, new_counter(n)
         self.drawn = np.empty((HELD, B, 1 + S), np.uint32)
         kept = tuple(np.empty(B, each.dtype) for each in held)
-        self.psi = np.empty(B * (1 + S) + (n + 1) * APART, dtype)  # with room for what nobody needs
-        psi = self.psi[: B * (1 + S)].reshape(B, 1 + S)
-        self.scored = (psi, np.empty_like(psi), kept)
+        self.scored = (np.empty((B, 1 + S), dtype), np.empty((B, 1 + S), dtype), kept)
         self.rooms = [room_to_draw(S) for _ in range(n)]
 
     def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
@@ -113,34 +116,91 @@ class Team:
 
 
 class TeamByClasses(Team):
-    """Class by class, or biases alone: every thread works on the same weights."""
+    """Class by class: every thread has a stretch of the classes, whose ends follow the threads' speeds."""
 
     def __init__(
-        self, n: int, how: int, B: int, S: int, K: int, sorting: tuple[int, int], dtype: np.dtype,
-        held: tuple[Array, ...],
-    ) -> None:  # fmt: skip
+        self, n: int, B: int, S: int, K: int, dtype: np.dtype, held: tuple[Array, ...], labels: Array, with_prior: bool
+    ) -> None:
+        """`labels` are some of those to come."""
         super().__init__(n, B, S, dtype, held)
         pairs, most = B * (1 + S), min(K, B * (1 + S))
-        sorted_, k = (pairs if how == GROUPS else 0), (K if how == BIASES else 0)
-        self.grouped = [
-            (
-                np.empty((2, sorted_), np.uint32), np.empty((2, sorted_), np.uint32), np.empty(sorted_, np.uint32),
-                np.empty((1 << sorting[0]) + 1, np.uint32), np.empty(most + 1, np.int64),
-                np.empty(most + 1, np.int64), np.zeros(n * SHARES + 1, np.int64), np.zeros(2, np.int64),
-            )
-            for _ in range(n)
-        ]  # fmt: skip
-        in_line = sorted_ if n > 1 else 0
-        scores = (self.psi, np.empty(in_line, dtype), np.arange(in_line, dtype=np.uint32))
-        sums = np.zeros(k, dtype), np.zeros(k, dtype), np.zeros(k, np.uint8)
+        of_part = -(-B // n) * (1 + S)
+        room = (-(-of_part // APART) + 1) * APART  # a stretch of sixteen that begins in it ends in it
+        self.sorting, self.cuts = sorting(of_part, K), fair_cuts(n, K, S, labels)
+        lists = -(-(most + 1) // APART) * APART
+        self.parts = (
+            np.empty((HELD, n, 2, room), np.uint32), np.empty((HELD, n, room), np.uint32),
+            np.empty((HELD, n, lists), np.int64), np.empty((HELD, n, lists), np.int64),
+            np.zeros((HELD, n, APART), np.int64), np.empty((HELD, n, room if with_prior else 0), dtype),
+        )  # fmt: skip
+        handed = n if n > 1 else 0
+        by_class = np.empty((handed, room), dtype), np.empty((handed, room), dtype)
+        self.well, self.busy = np.ones(n, np.bool_), np.zeros((n, APART))
+        self.common = (self.drawn[0], self.scored, self.parts, by_class, self.well, self.busy)
+        self.own = [self._scratch(of_part, pairs if n > 1 else 0, most, dtype) for _ in range(n)]
+
+    def _scratch(self, of_part: int, pairs: int, most: int, dtype: np.dtype) -> tuple:
+        """One thread's: to sort its part, the pairs of its classes, and sums of their biases."""
+        bits, passes = self.sorting
+        keys = np.empty((2, of_part if passes > 1 else 0), np.uint32)
+        count = np.empty((1 << bits) + 1, np.uint32)
+        mine = (
+            np.empty(most + 1, np.int64), np.empty(most + 1, np.int64), np.empty(pairs + APART, np.uint32),
+            np.empty(pairs + APART, np.uint32), np.empty((self.n, 2), np.int64),
+        )  # fmt: skip
         biases = np.zeros(most, dtype), np.zeros(most, dtype)
-        summed = (*biases, sums, np.empty(most + 1, np.int64))
-        self.common = (self.drawn, self.scored, scores, np.empty(n, np.bool_), summed)
-        self.way, self.sinks = (how, sorting), np.empty((n, 64), dtype)
+        return np.empty(APART, dtype), (keys, count), mine, biases
+
+    def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
+        self.well[:], self.busy[:] = True, 0.0
+        taken = super().run(M, n_bounds, arguments, few)
+        self.cuts = even_cuts(self.cuts, self.busy[:, 0])
+        return taken
 
     def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
-        own = (few[tid], self.rooms[tid], self.sinks[tid], self.grouped[tid])
-        return take_steps(tid, self.n, counter, *self.way, *arguments, self.common, own, *out)
+        own = (few[tid], self.rooms[tid], *self.own[tid])
+        return take_by_classes(tid, self.n, counter, self.cuts, self.sorting, *arguments, self.common, own, *out)
+
+
+def fair_cuts(n: int, K: int, S: int, labels: Array) -> Array:
+    """Where n stretches of K classes begin and end that have as many pairs each, if every row has its label, like those
+    given, and S other classes, each as likely."""
+    ordered, cuts = np.sort(labels), [0]
+    for t in range(1, n):
+        wanted, low, high = (1 + S) * t / n, cuts[-1], K
+        while low < high:
+            c = (low + high) // 2
+            enough = S * c / K + np.searchsorted(ordered, c) / len(ordered) >= wanted
+            low, high = (low, c) if enough else (c + 1, high)
+        cuts.append(low)
+    return np.array([*cuts, K])
+
+
+def even_cuts(cuts: Array, seconds: Array) -> Array:
+    """The same stretches; or, if one thread spent more seconds on its own than others on theirs (its core is slow, or a
+    stranger was on it), half way to where all would have spent as many."""
+    total = seconds.sum()
+    if len(seconds) < 2 or seconds.max() <= (1 + UNEVEN) * total / len(seconds):
+        return cuts
+    even = np.interp(np.arange(1, len(seconds)) * total / len(seconds), np.cumsum([0, *seconds]), cuts)
+    return np.array([0, *np.rint((cuts[1:-1] + even) / 2).astype(np.int64), cuts[-1]])
+
+
+class TeamOfBiases(Team):
+    """No features, and very many classes."""
+
+    def __init__(self, n: int, B: int, S: int, K: int, dtype: np.dtype, held: tuple[Array, ...]) -> None:
+        super().__init__(n, B, S, dtype, held)
+        most = min(K, B * (1 + S))
+        sums = np.zeros(K, dtype), np.zeros(K, dtype), np.zeros(K, np.uint8)
+        summed = (np.zeros(most, dtype), np.zeros(most, dtype), sums, np.empty(most + 1, np.int64))
+        self.common = (self.drawn, self.scored, np.empty(n, np.bool_), summed)
+
+    def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
+        plan, data, *rest = arguments
+        order, _, _, _, *differing = plan
+        own = (few[tid], self.rooms[tid])
+        return take_biases(tid, self.n, counter, (order, *differing), data[:2], *rest, self.common, own, *out)
 
 
 class TeamByRows(Team):

@@ -22,13 +22,15 @@ import numpy as np
 from numba import njit
 
 LINE = 64  # bytes of a cache line
+FAR = 4096  # bytes from what one thread writes to what another does: cores fetch ahead of what they go through
 WORTH_A_THREAD = 60_000  # multiply-adds, about as long as waking a thread takes
 
 
 def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
-    """From the beginning of a cache line on, so that no sixteen numbers of float32 lie in two."""
+    """From the beginning of a cache line on, so that no sixteen numbers of float32 lie in two; and far from whatever is
+    handed out after it."""
     n = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.zeros(n + LINE, np.uint8)
+    room = np.zeros(n + LINE + FAR, np.uint8)
     first = -room.ctypes.data % LINE
     return room[first : first + n].view(dtype).reshape(shape)
 

@@ -1,5 +1,5 @@
-"""`vem.steps` in one compiled call where that is possible: says when, and hands `_cpu_step` or `_cpu_by_rows`
-what it needs.
+"""`vem.steps` in one compiled call where that is possible: says when, and hands the teams of
+`_cpu_team` what they need.
 
 Possible for the paper's sampler with the paper's E steps, any of our optimisers and priors, dense or sparse rows: the
 same numbers to the last bit. For the default with shared classes see `runs`: the same up to rounding. Whoever brings a
@@ -24,12 +24,10 @@ from ..seeds import StepGenerators, draw_seed
 from ..vem import StepInfos
 from . import _cpu_team, cpu, runs
 from ._cpu_batch import dense_enough, in_place, load, plain, read_only, spans, worth_numbering
-from ._cpu_classes import sorting
 from ._cpu_local import MODELS
 from ._cpu_order import all_ascend, all_different
 from ._cpu_quarters import PARTS, line_of
-from ._cpu_step import BIASES, GROUPS, ROWS
-from ._cpu_team import Taken, Team, TeamByClasses, TeamByRows, most_threads
+from ._cpu_team import BIASES, GROUPS, ROWS, Taken, Team, TeamByClasses, TeamByRows, TeamOfBiases, most_threads
 from ._cpu_types import Arrays
 from ._cpu_work import WORK, all_below
 from .pace import Pace
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
 WORTH_THREADS = 100_000  # multiply-adds of a minibatch's scores from which a second thread pays
 AT_ONCE, MOST = 240_000_000, 512  # such multiply-adds in one call, some 200 ms of steps; and how many of these at most
+SOME_LABELS = 4096  # enough to see which are frequent
 A_PAIR = 16  # what a pair costs beside them: drawing its class, sorting it, an exponential
 NOISES = {NaturalGradient: (Gumbel,), Reparameterised: (Normal, Logistic)}
 
@@ -199,13 +198,16 @@ class CompiledStep:
 
     def by_team(self, n: int, how: int, order: np.ndarray, data: tuple, arrays: Arrays, plan: tuple) -> Taken:
         (M, B), (K, D), S = order.shape, arrays.weight.shape, self.S
-        sort_by, per_row, share = self.for_size(B)
+        per_row, share = self.for_size(B)
         key, x = (n, how, B), data[0]
         if key not in self.teams and how == ROWS:
             line = line_of(K, x.shape[1], len(share) > 0)
             self.teams[key] = TeamByRows(n, B, S, line, self.dtype, self.held, arrays)
+        elif key not in self.teams and how == BIASES:
+            self.teams[key] = TeamOfBiases(n, B, S, K, self.dtype, self.held)
         elif key not in self.teams:
-            self.teams[key] = TeamByClasses(n, how, B, S, K, sort_by, self.dtype, self.held)
+            labels = self.of_rows[0][order[: 1 + SOME_LABELS // B].reshape(-1)]
+            self.teams[key] = TeamByClasses(n, B, S, K, self.dtype, self.held, labels, len(share) > 0)
         size, few = (D if len(x) else len(data[4]) or D) if how == GROUPS else 0, []
         if how != ROWS:
             few = [tuple(each) for each in cpu._buffers(n, size, min(K, B * (1 + S)), self.dtype)]
@@ -225,7 +227,7 @@ class CompiledStep:
             raise
 
     def for_size(self, B: int) -> tuple:
-        """(how to sort, N / B, the pairs' shares of the prior) for a minibatch of B rows."""
+        """(N / B, the pairs' shares of the prior) for a minibatch of B rows."""
         if B not in self.sizes:
             S, prior = self.S, self.problem.prior
             per_row, share = self.dtype.type(self.problem.n_rows / B), self.none
@@ -233,8 +235,7 @@ class CompiledStep:
                 shares = np.full((B, 1 + S), self.weigh[1][0] * per_row, self.dtype)
                 shares[:, 0] = per_row
                 share = shares.reshape(-1)
-            K = self.parameters.weight.shape[0]
-            self.sizes[B] = (sorting(B * (1 + S), K), per_row, share)
+            self.sizes[B] = (per_row, share)
         return self.sizes[B]
 
     def rows_for(self, order: np.ndarray, arrays: Arrays) -> tuple | None:

@@ -202,11 +202,13 @@ def _buffers(n: int, U: int, G: int, dtype: np.dtype) -> list[Buffers]:
     if key not in WORK.buffers:
         sizes = {"g": U, "c": U, "seen": U, "at": U}
         kinds = {"seen": np.dtype(np.uint8), "at": np.dtype(np.uint32)}
-        rows = []
-        for name in Buffers._fields:
-            size = sizes.get(name, max(U, G))
-            rows.append(WORK.array(name, n * size, kinds.get(name, dtype)).reshape(n, size))
-        WORK.buffers[key] = [Buffers(*arrays) for arrays in zip(*rows, strict=True)]
+        WORK.buffers[key] = [
+            Buffers(*(
+                WORK.array(f"{name} {i}", sizes.get(name, max(U, G)), kinds.get(name, dtype))
+                for name in Buffers._fields
+            ))
+            for i in range(n)
+        ]  # fmt: skip
     return WORK.buffers[key]
 
 
