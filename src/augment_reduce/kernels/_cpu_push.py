@@ -133,15 +133,16 @@ def push_groups(
                 prefetch(weight, classes[j + AHEAD] * D + d)
                 prefetch(state, classes[j + AHEAD] * state.shape[1] + d)
         nonzeros = _sum_bias(j, groups, csr, grad, share, bias_g, bias_c)
+        whole, n = dense or (not numbered and 4 * nonzeros > D), 0
         if dense:
             _sum_dense(j, groups, x, at, grad, share, g, c, pairs)
-            step_row(rule, arrays, k, g, c)
-        elif not numbered and 4 * nonzeros > D:
-            _sum_sparse(j, groups, csr, grad, share, g, c)
-            step_row(rule, arrays, k, g, c)
         elif nonzeros > 0:
-            n = _mark(j, groups, csr, weight[k], state[k], few[2], few[3])
+            if not whole:
+                n = _mark(j, groups, csr, weight[k], state[k], few[2], few[3])
             _sum_sparse(j, groups, csr, grad, share, g, c)
+        if whole:
+            step_row(rule, arrays, k, g, c)
+        elif n > 0:
             _collect(n, feature, arrays[6], rule.prior, few)
             step_at(rule, arrays, k, few[4], few[5], n, few)
 

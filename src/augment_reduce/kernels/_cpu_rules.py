@@ -173,15 +173,18 @@ def step_at(rule: Rule, arrays: tuple, k: int, g: Array, c: Array, n: int, few: 
     at, few_w, few_s, few_r = few[3], few[6], few[7], few[8]
     _gather(few_w, weight[k], at, n)
     if rule.kind == ROWWISE_ADAGRAD:
-        _step(rule, few_w, state[k], few_r, g, c, n)
+        few_s[0] = state[k, 0]
     else:
         _gather(few_s, state[k], at, n)
-        if rule.kind >= ADAM:
-            _gather(few_r, state2[k], at, n)
-        _step(rule, few_w, few_s, few_r, g, c, n)
+    if rule.kind >= ADAM:
+        _gather(few_r, state2[k], at, n)
+    _step(rule, few_w, few_s, few_r, g, c, n)
+    if rule.kind == ROWWISE_ADAGRAD:
+        state[k, 0] = few_s[0]
+    else:
         _scatter(state[k], few_s, at, n)
-        if rule.kind >= ADAM:
-            _scatter(state2[k], few_r, at, n)
+    if rule.kind >= ADAM:
+        _scatter(state2[k], few_r, at, n)
     _scatter(weight[k], few_w, at, n)
 
 
