@@ -5,10 +5,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
+from compiled_rules import RULES, generator
 
-from augment_reduce import AugmentReduceClassifier
-from augment_reduce.kernels import _cpu_team, compiled
-from augment_reduce.kernels._cpu_team import TeamByClasses, even_cuts, fair_cuts
+from augment_reduce import vem
+from augment_reduce.kernels import _cpu_batch, _cpu_team, compiled, cpu
+from augment_reduce.kernels._cpu_team import Team, TeamByClasses, even_cuts, fair_cuts
+from augment_reduce.kernels.reference import Parameters
+from augment_reduce.kernels.rows import as_rows
+from augment_reduce.local import Clock
+from augment_reduce.optim import Adagrad, Prior
+from augment_reduce.sampler import UniformPerRow
+from augment_reduce.vem import Problem, State
 
 
 def expected_pairs(cuts, S, labels):
@@ -51,50 +59,118 @@ def test_classes_go_from_the_slow_to_the_fast_and_stay_where_they_are_if_they_ar
     assert np.abs(np.diff(cuts) - 1000 * speeds / 7).max() <= 0.03 * 1000 / 7
 
 
-def fitted(n, cuts, K, prior, dense, monkeypatch):
-    """Weights after some steps by n threads that have these stretches, of rows with `prior`."""
+N, B, S, D = 120, 20, 7, 48
+RUN = ("threads", "steps", "passes", "dense", "shares")  # what is noted of every call
+
+
+def problem_of(K, dense, prior):
+    """Rows of which six minibatches can be made; `prior`: "touched", "unbiased" (which has shares) or none."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(200, 48)).astype(np.float32) * (rng.random((200, 48)) < (1.0 if dense else 0.1))
-    y = rng.permutation(np.arange(200) * (K // 200))
-    used, run = [], TeamByClasses.run
+    x = rng.normal(size=(N, D)).astype(np.float32) * (rng.random((N, D)) < (1.0 if dense else 0.2))
+    noise, rule = RULES["paper softmax"]
+    counts = np.maximum((x != 0).sum(0), 1)
+    return Problem(
+        X=as_rows(x if dense else sp.csr_matrix(x)), active=np.arange(N), n_rows=N,
+        labels=torch.from_numpy(rng.integers(0, K, N)), sample_weight=None, method="augment-reduce", noise=noise,
+        sampler=UniformPerRow().bind(np.ones(K), cpu.draw_without_replacement), n_sampled=S, local=rule,
+        optimizer=Adagrad(), kernels=cpu, may_compile=True,
+        prior=Prior.from_counts(2.0, counts, N, torch.float32, prior == "touched") if prior else None,
+    )  # fmt: skip
 
-    def noting(self, *arguments):
-        used.append((self.n, self.cuts.tolist()))
-        return run(self, *arguments)
 
-    with monkeypatch.context() as patch:
+def stepped(problem, K, n, at_once, cuts, monkeypatch):
+    """Everything that six steps have moved, so many in a call, by n threads that have these stretches."""
+    weight, bias = torch.randn(K, D, generator=generator(1)) * 0.3, torch.zeros(K)
+    state = State(
+        Parameters(weight, bias, [torch.zeros(K, D)], [torch.zeros(K)]),
+        problem.local.init_state(N, torch.float32),
+        Clock(0, 0),
+    )
+    order, infos = np.random.default_rng(5).permutation(N).reshape(6, B), []
+    with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(compiled, "WORTH_THREADS", 0)
         patch.setattr(compiled, "most_threads", lambda: n)
         patch.setattr(compiled.cpu, "FEW_WEIGHTS", 0)
-        patch.setattr(TeamByClasses, "run", noting)
-        patch.setattr(_cpu_team, "even_cuts", lambda cuts, seconds: cuts)
+        patch.setattr(_cpu_batch, "DENSE_FROM", 1.0)
         if cuts is not None:
             patch.setattr(_cpu_team, "fair_cuts", lambda *a: np.array(cuts))
-        clf = AugmentReduceClassifier(
-            preset="paper", batch_size=45, n_sampled_classes=7, max_iter=11, random_state=0, prior_variance=prior
-        )
-        clf.partial_fit(x if dense else sp.csr_matrix(x), y, classes=np.arange(K))
-    assert {each[0] for each in used} == {n}
-    assert cuts is None or {tuple(each[1]) for each in used} == {tuple(cuts)}
-    return clf.coef_, clf.intercept_
+        for i in range(0, 6, at_once):
+            turns = range(1 + i, 1 + i + at_once)
+            state, new = vem.steps(
+                problem, state, order[i : i + at_once], Clock(1 + i, 1), generators=map(generator, turns),
+                wanted=[True] * at_once,
+            )  # fmt: skip
+            infos.append(new.bounds)
+    moved = state.parameters
+    return [weight, bias, *moved.weight_state, *moved.bias_state, *state.local.values(), torch.cat(infos)]
 
 
-@pytest.mark.parametrize("K", [200, 20_000], ids=["counted", "sorted"])
-@pytest.mark.parametrize("prior", [None, 2.0])
+def noted(monkeypatch):
+    """Of all calls from now on: `RUN`, and the stretches."""
+    calls, take = set(), _cpu_team.take_by_classes
+
+    def noting(tid, n, counter, cuts, sorting, plan, data, *rest):
+        calls.add((n, len(plan[0]), sorting[1], len(data[2]) > 0, len(rest[8]) > 0))
+        assert len(rest[9][2][5][0, 0]) > 0 or n == 1 or len(rest[8]) == 0
+        return take(tid, n, counter, cuts, sorting, plan, data, *rest)
+
+    noting.overloads = take.overloads
+    monkeypatch.setattr(_cpu_team, "take_by_classes", noting)
+    return calls
+
+
+@pytest.mark.parametrize(("K", "passes"), [(60, 1), (20_000, 2), (100_000, 3)])
+@pytest.mark.parametrize("prior", [None, "touched", "unbiased"])
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
-def test_results_do_not_depend_on_who_has_which_classes(K, prior, dense, monkeypatch):
-    """Also where a thread has none, or a single one, or nearly all."""
-    expected = fitted(1, None, K, prior, dense, monkeypatch)
-    assert np.isfinite(expected[0]).all()
-    assert (expected[0] != 0).any()
+def test_results_do_not_depend_on_who_has_which_classes(K, passes, prior, dense, monkeypatch):
+    """Also where a thread has none, or a single one, or nearly all; with several steps in a call and with one."""
+    calls, problem = noted(monkeypatch), problem_of(K, dense, prior)
+    expected = stepped(problem, K, 1, 1, None, monkeypatch)
     ways = [
-        (2, None),
-        (2, [0, 0, K]),
-        (2, [0, K, K]),
-        (2, [0, 1, K]),
-        (3, [0, K // 3, K // 3, K]),
-        (4, [0, 5, 6, 9, K]),
-    ]
-    for n, cuts in ways:
-        found = fitted(n, cuts, K, prior, dense, monkeypatch)
-        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True)), (n, cuts)
+        (1, 6, None), (2, 6, None), (2, 3, [0, 0, K]), (2, 6, [0, K, K]), (2, 1, [0, 1, K]), (3, 6, [0, 20, 20, K]),
+        (4, 3, [0, 5, 6, 9, K]), (32, 6, None),
+    ]  # fmt: skip
+    for n, at_once, cuts in ways:
+        found = stepped(problem, K, n, at_once, cuts, monkeypatch)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (n, at_once, cuts)
+    tried = {(1, 1), *((n, at_once) for n, at_once, _ in ways if n < 32)}
+    assert tried <= {call[:2] for call in calls}
+    assert {call[3:] for call in calls} == {(dense, prior == "unbiased")}
+    assert passes in {call[2] for call in calls}
+
+
+def test_nothing_is_written_behind_what_threads_have(monkeypatch):
+    """Pairs are copied sixteen at a time."""
+    guards = []
+
+    def guarded(shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        room = np.zeros(size + 64, np.uint8)
+        room[size:] = 0xA5
+        guards.append(room[size:])
+        return room[:size].view(dtype).reshape(shape)
+
+    monkeypatch.setattr(_cpu_team, "zeros", guarded)
+    problem = problem_of(60, True, None)
+    for n, cuts in ((2, [0, 0, 60]), (2, None), (3, [0, 0, 60, 60])):
+        stepped(problem, 60, n, 6, cuts, monkeypatch)
+    assert len(guards) > 20
+    assert all((guard == 0xA5).all() for guard in guards)
+
+
+def test_stretches_follow_the_threads_after_a_while(monkeypatch):
+    """Not after every step: a step has more pairs of some classes than of others by chance."""
+    team = TeamByClasses(2, B, S, 1000, np.dtype(np.float32), (np.zeros(N, np.float32),), np.arange(1000), False)
+    spent = iter([(0.01, 0.03), (0.01, 0.03), (0.03, 0.09), (0.001, 0.9)])
+
+    def run(self, *arguments):
+        self.busy[:, 0] += next(spent)
+
+    monkeypatch.setattr(Team, "run", run)
+    cuts = []
+    for _ in range(4):
+        team.run(1, 0, (), [])
+        cuts.append(team.cuts.tolist())
+    assert cuts[0] == cuts[1] == [0, 500, 1000]
+    assert cuts[2] == [0, 583, 1000]  # 0.05 to 0.15 seconds: half way to 667
+    assert cuts[3][1] > cuts[2][1]  # judged by itself

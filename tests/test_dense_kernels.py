@@ -1,11 +1,17 @@
 """Dense rows are read where they lie, from where a cache line begins: that must not be seen in the results."""
 
+import ctypes
+import itertools
+import mmap
+import os
+
 import numpy as np
 import pytest
+from numba.core.registry import cpu_target
 
 from augment_reduce.kernels import cpu
 from augment_reduce.kernels._cpu_batch import read_only
-from augment_reduce.kernels._cpu_dense import LANES, before_a_line
+from augment_reduce.kernels._cpu_dense import LANES, before_a_line, has_fma
 from augment_reduce.kernels._cpu_push import AT_A_TIME, push_groups
 from augment_reduce.kernels._cpu_scores import pairs_dense
 from augment_reduce.kernels._cpu_work import zeros
@@ -39,11 +45,13 @@ def problem(D, dtype, seed=0):
     return x.astype(dtype), w.astype(dtype), bias.astype(dtype), at, groups
 
 
-def by_the_book(x, w):
-    """The lanes and the fold of `_cpu_dense`, one number after the other; float32 products are exact in float64."""
+def by_the_book(x, w, at_once):
+    """The lanes and the fold of `_cpu_dense`, one number after the other; products are rounded by themselves unless the
+    processor multiplies and adds at once (those of float32 are exact in float64)."""
     lanes, D = np.zeros(LANES, np.float32), len(x) // LANES * LANES
     for d in range(0, D, LANES):
-        lanes = (lanes + x[d : d + LANES].astype(float) * w[d : d + LANES]).astype(np.float32)
+        products = x[d : d + LANES].astype(float) * w[d : d + LANES]
+        lanes = (lanes + (products if at_once else products.astype(np.float32))).astype(np.float32)
     while len(lanes) > 1:
         lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
     return lanes[0]
@@ -73,8 +81,51 @@ def test_scores_are_those_of_the_lanes():
     psi = np.empty(len(order), np.float32)
     pairs_dense(0, K, (classes, start, order, row), read_only(lying(x, 7, np.float32)), at, w, bias, psi)
     k = np.repeat(classes, np.diff(start))
-    expected = [bias[c] + by_the_book(x[at[r]], w[c]) for c, r in zip(k, row, strict=True)]
+    at_once = has_fma(cpu_target.target_context)
+    expected = [bias[c] + by_the_book(x[at[r]], w[c], at_once) for c, r in zip(k, row, strict=True)]
     assert np.array_equal(psi[order], np.array(expected, np.float32))
+
+
+def between_walls(a, at_the_end, offset):
+    """The same numbers in memory of whose neighbourhood nothing may be read, so many from one of its ends."""
+    page = mmap.PAGESIZE
+    n_pages = -(-(a.nbytes + LANES * a.itemsize) // page)
+    pages = mmap.mmap(-1, (n_pages + 2) * page)
+    room = np.frombuffer(pages, np.uint8)
+    for wall in (0, n_pages + 1):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(room.ctypes.data + wall * page), page, 0) == 0
+    first = page + (n_pages * page - a.nbytes - offset * a.itemsize if at_the_end else offset * a.itemsize)
+    found = room[first : first + a.nbytes].view(a.dtype).reshape(a.shape)
+    found[...] = a
+    return found
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no walls")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("D", [1, 16, 17, 48])
+def test_nothing_is_read_beyond_the_page_of_rows_nor_beside_weights(D, dtype):
+    """Whoever does so is ended by the system."""
+    rng = np.random.default_rng(D)
+    for n_classes in (1, 2, 3):
+        x, w, bias = (rng.normal(size=size).astype(dtype) for size in ((3, D), (n_classes, D), n_classes))
+        start, pairs = np.arange(n_classes + 1) * 5, 5 * n_classes
+        groups = (
+            np.arange(n_classes),
+            start,
+            np.arange(pairs, dtype=np.uint32),
+            rng.integers(0, 3, pairs).astype(np.uint32),
+        )
+        expected = np.empty(pairs, dtype)
+        pairs_dense(0, n_classes, groups, read_only(x), np.arange(3), w, bias, expected)
+        for x_at_the_end, w_at_the_end, offset in itertools.product((False, True), (False, True), (0, 1, 4, 12, 15)):
+            there, weights = between_walls(x, x_at_the_end, offset), between_walls(w, w_at_the_end, 0)
+            out = np.empty(pairs, dtype)
+            pairs_dense(0, n_classes, groups, read_only(there), np.arange(3), weights, bias, out)
+            assert np.array_equal(out, expected)
+
+
+def test_rows_without_features_have_nothing_before_a_line():
+    assert before_a_line(np.empty((3, 0), np.float32)) == 0
 
 
 @pytest.mark.parametrize("D", SIZES)

@@ -208,6 +208,7 @@ def test_a_helper_makes_up_for_what_an_interrupt_left_undone(monkeypatch):
 def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, n_classes, monkeypatch):
     """Between asking a helper and noticing that one has: the next fit is a fit, on the same helpers."""
     monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(_cpu_team, "CORES", 2)
     expected, start = fit_with_team(n_classes), _cpu_meet.Helper.start
 
     def interrupted(self, job):

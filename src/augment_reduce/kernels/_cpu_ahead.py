@@ -9,6 +9,7 @@ from ._cpu_classes import GOLDEN, floyd, splitmix, table_size
 from ._cpu_gradients import send_for_local
 from ._cpu_meet import all_here, arrive, wait_for
 from ._cpu_types import OPTIONS, Array
+from ._cpu_work import zeros
 
 AT_A_TIME = 2048  # numbers drawn before their classes are: they stay in the first cache
 HELD = 2  # minibatches whose pairs are held: one that is sorted, or pushed, while the other is drawn
@@ -19,7 +20,7 @@ OLDEST = 2**31  # rows after which the table is cleared
 def room_to_draw(S: int) -> tuple[Array, Array, Array, Array]:
     """One thread's scratch: the table of `floyd`, how many rows it has seen, numbers, labels."""
     m = max(8, AT_A_TIME // max(1, S))
-    return np.empty(table_size(S), np.int64), np.zeros(1, np.int64), np.empty((m, S)), np.empty(m, np.int64)
+    return zeros(table_size(S), np.int64), zeros(1, np.int64), zeros((m, S), np.float64), zeros(m, np.int64)
 
 
 @njit(**OPTIONS)

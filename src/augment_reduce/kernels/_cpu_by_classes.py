@@ -48,7 +48,7 @@ def _sort_part(
         sort(pairs.reshape(-1), n_classes, bits, passes, count, keys, order, row[held, tid], pairs.shape[1], first_row)
         G = cut(keys[passes & 1, : pairs.size], classes[held, tid], start[held, tid])
     sizes[held, tid, 0] = G
-    for p in range(pairs.size if share.shape[0] > 0 else 0):
+    for p in range(pairs.size if shares.shape[2] > 0 else 0):
         shares[held, tid, p] = share[order[passes & 1, p]]
 
 

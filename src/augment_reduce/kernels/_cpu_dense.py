@@ -7,11 +7,13 @@ begins 16 bytes into a line), without a difference in the results:
     dot = fold(lanes),   lane r = sum of x_d w_d over d = r, 16 + r, 32 + r, ..., one after the other
 
 `fold` adds lanes half a turn apart, then a quarter, an eighth, a sixteenth. Vectors that begin in the middle have the
-same lanes, turned; and folding does not see by how much, since it adds the same numbers in pairs.
+same lanes, turned; and folding does not see by how much, since it adds the same numbers in pairs (but for the sign of a
+zero, if all of them are zeros).
 """
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -55,6 +57,12 @@ def _fold4(builder: Any, vectors: list) -> Any:
     return builder.fadd(_pick(builder, twos, twos, [0, 2, 4, 6]), _pick(builder, twos, twos, [1, 3, 5, 7]))
 
 
+def has_fma(context: Any) -> bool:
+    """Whether code is made for a processor that multiplies and adds in one operation; else it would be a call for every
+    number. All 64-bit ARM ones do."""
+    return platform.machine().lower() not in ("x86_64", "amd64") or "+fma," in f"{context.codegen()._tm_features},"
+
+
 class _Dots:
     """Code for the scores of so many rows with one class."""
 
@@ -65,9 +73,9 @@ class _Dots:
         self.rows, self.first_w = [builder.extract_value(args[1], r) for r in range(n_rows)], args[3]
         vector = ir.VectorType(self.number, LANES)
         self.zeros = ir.Constant(vector, None)
+        self.at_once = has_fma(context)
         kind, name = ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{LANES}f{dtype.bitwidth}"
-        # Not two operations that the compiler may join: it would do so here and not there.
-        self.multiply_add = cgutils.get_or_insert_function(builder.module, kind, name)
+        self.fma = cgutils.get_or_insert_function(builder.module, kind, name) if self.at_once else None
         self.totals = [cgutils.alloca_once_value(builder, self.zeros) for _ in range(n_rows)]
         for total in self.totals:  # also when this is done again
             builder.store(self.zeros, total)
@@ -82,7 +90,14 @@ class _Dots:
         weight = self.load(self.w, builder.add(self.first_w, d), only)
         for row, total in zip(self.rows, self.totals, strict=True):
             x = self.load(self.x, builder.add(row, d), only)
-            builder.store(builder.call(self.multiply_add, [x, weight, builder.load(total)]), total)
+            builder.store(self.multiply_add(x, weight, builder.load(total)), total)
+
+    def multiply_add(self, x: Any, weight: Any, total: Any) -> Any:
+        """Rounded once, or where the processor cannot do that, twice; not what the compiler may choose: it would join
+        the two here and not there."""
+        if self.at_once:
+            return self.builder.call(self.fma, [x, weight, total])
+        return self.builder.fadd(total, self.builder.fmul(x, weight))
 
     def sums(self) -> list:
         found = [self.builder.load(total) for total in self.totals]
@@ -125,7 +140,7 @@ def before_a_line(x: Array) -> int:
     """How many numbers of a row of x come before one whose place in memory is a whole number of vectors, if that is the
     same for all rows: vectors from there on do not lie in two lines, nor, where they reach beyond x, in two pages."""
     D, size, first = x.shape[1], x.itemsize, x.ctypes.data
-    return -(first // size) % LANES if D % LANES == 0 and first % size == 0 else 0
+    return -(first // size) % LANES if D > 0 and D % LANES == 0 and first % size == 0 else 0
 
 
 @njit(**OPTIONS)

@@ -58,7 +58,7 @@ def _sum_weights(lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Ar
     in_groups(own, K, start, order)
     for p in range(P):
         first[p], pull[p] = at[lo + order[p] // C] * D, a[order[p]]
-    before = min(D, before_a_line(x))
+    before = before_a_line(x)
     sum_features(0, before, D, flat, start[: K + 1], first, pull, g)
     sum_features(before, D, D, flat, start[: K + 1], first, pull, g)
     for k in range(K if share.shape[0] > 0 else 0):

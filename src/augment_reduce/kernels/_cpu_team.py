@@ -28,6 +28,7 @@ from ._cpu_work import zeros
 
 APART = 32  # numbers, that two threads do not write to the same line
 UNEVEN = 0.01  # of a thread's time: less is not worth moving classes to another core
+A_WHILE = 0.05  # seconds of work that are judged together: a step has some classes more, or fewer, by chance
 ROWS, BIASES, GROUPS = 0, 1, 2  # row by row; no features, and very many classes; class by class
 PLACES = threading.Lock()  # one team at a time: they share the helpers, and each waits for all of its own
 
@@ -127,11 +128,11 @@ class TeamByClasses(Team):
         of_part = -(-B // n) * (1 + S)
         room = (-(-of_part // APART) + 1) * APART  # a stretch of sixteen that begins in it ends in it
         self.sorting, self.cuts = sorting(of_part, K), fair_cuts(n, K, S, labels)
-        lists = -(-(most + 1) // APART) * APART
+        lists = -(-(min(K, of_part) + 1) // APART) * APART
         self.parts = (
             np.empty((HELD, n, 2, room), np.uint32), np.empty((HELD, n, room), np.uint32),
             np.empty((HELD, n, lists), np.int64), np.empty((HELD, n, lists), np.int64),
-            np.zeros((HELD, n, APART), np.int64), np.empty((HELD, n, room if with_prior else 0), dtype),
+            np.zeros((HELD, n, APART), np.int64), np.empty((HELD, n, room if with_prior and n > 1 else 0), dtype),
         )  # fmt: skip
         handed = n if n > 1 else 0
         by_class = np.empty((handed, room), dtype), np.empty((handed, room), dtype)
@@ -142,19 +143,17 @@ class TeamByClasses(Team):
     def _scratch(self, of_part: int, pairs: int, most: int, dtype: np.dtype) -> tuple:
         """One thread's: to sort its part, the pairs of its classes, and sums of their biases."""
         bits, passes = self.sorting
-        keys = np.empty((2, of_part if passes > 1 else 0), np.uint32)
-        count = np.empty((1 << bits) + 1, np.uint32)
-        mine = (
-            np.empty(most + 1, np.int64), np.empty(most + 1, np.int64), np.empty(pairs + APART, np.uint32),
-            np.empty(pairs + APART, np.uint32), np.empty((self.n, 2), np.int64),
-        )  # fmt: skip
-        biases = np.zeros(most, dtype), np.zeros(most, dtype)
-        return np.empty(APART, dtype), (keys, count), mine, biases
+        keys, count = zeros((2, of_part if passes > 1 else 0), np.uint32), zeros((1 << bits) + 1, np.uint32)
+        classes, start = zeros(most + 1, np.int64), zeros(most + 1, np.int64)
+        place, row = zeros(pairs + APART, np.uint32), zeros(pairs + APART, np.uint32)  # written sixteen at a time
+        mine = (classes, start, place, row, zeros((self.n, 2), np.int64))
+        return zeros(APART, dtype), (keys, count), mine, (zeros(most, dtype), zeros(most, dtype))
 
     def run(self, M: int, n_bounds: int, arguments: tuple, few: list[tuple]) -> Taken:
-        self.well[:], self.busy[:] = True, 0.0
+        self.well[:] = True
         taken = super().run(M, n_bounds, arguments, few)
-        self.cuts = even_cuts(self.cuts, self.busy[:, 0])
+        if self.busy[:, 0].mean() > A_WHILE:
+            self.cuts, self.busy[:] = even_cuts(self.cuts, self.busy[:, 0]), 0.0
         return taken
 
     def _take(self, tid: int, counter: Array, arguments: tuple, few: list[tuple], out: tuple) -> int:
