@@ -15,7 +15,7 @@ from typing import Any
 from numba import njit
 
 from ._cpu_ahead import HELD, draw
-from ._cpu_gradients import NOT_FINITE, score_biases, to_gradients, undo
+from ._cpu_gradients import NOT_FINITE, all_well, score_biases, to_gradients
 from ._cpu_meet import ALONE, queue_of, take_number, together
 from ._cpu_push import sum_biases
 from ._cpu_rules import push_biases
@@ -105,9 +105,7 @@ def take_biases(
         well[tid], hits[tid, i] = floored != NOT_FINITE, max(0, floored)
         if not together(counter, tid, n):
             return ALONE
-        if not well.all():
-            if tid == 0:
-                undo(order[i], state, scored[2], well)
+        if not all_well(tid, order[i], state, scored[2], well):
             return i
         _biases_and_draw(
             i, tid, n, counter, order, seeds, labels, drawn, flat, share, arrays, rule, summed, few, room

@@ -24,7 +24,7 @@ from numba import njit
 
 from ._cpu_ahead import HELD, draw
 from ._cpu_classes import count_out, cut, sort
-from ._cpu_gradients import NOT_FINITE, to_gradients, undo
+from ._cpu_gradients import NOT_FINITE, all_well, to_gradients
 from ._cpu_lanes import LANES, copy_lanes, count_lanes
 from ._cpu_meet import ALONE, seconds, together
 from ._cpu_push import push_groups
@@ -178,9 +178,7 @@ def take_by_classes(
             _sort_part(tid, lo, drawn[lo:hi], K, sorting, 1 - held, parts, scratch, share)
         if not together(counter, tid, n):
             return ALONE
-        if not well.all():
-            if tid == 0:
-                undo(order[i], state, scored[2], well)
+        if not all_well(tid, order[i], state, scored[2], well):
             return i
         began = seconds()
         shares = share if alone or share.shape[0] == 0 else parts[5][held].reshape(-1)

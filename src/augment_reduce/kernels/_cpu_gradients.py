@@ -91,12 +91,16 @@ def put_back(lo: int, hi: int, rows: Array, state: tuple, kept: tuple) -> None:
 
 
 @njit(**OPTIONS)
-def undo(rows: Array, state: tuple, kept: tuple, well: Array) -> None:
-    """Put back the local parameters of a step that will not be taken, of those threads whose scores were well."""
+def all_well(tid: int, rows: Array, state: tuple, kept: tuple, well: Array) -> bool:
+    """Whether no thread met a score that is not finite. If one did the step will not be taken, and the first puts back
+    the local parameters of those that did not."""
     B, m = rows.shape[0], well.shape[0]
-    for j in range(m):
+    if well.all():
+        return True
+    for j in range(m if tid == 0 else 0):
         if well[j]:
             put_back(B * j // m, B * (j + 1) // m, rows, state, kept)
+    return False
 
 
 @njit(**OPTIONS)
