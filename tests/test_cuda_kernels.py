@@ -19,7 +19,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     def test_kernels_in_the_interpreter():
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
         assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
         assert " passed" in run.stdout
 
@@ -29,7 +29,7 @@ else:
     from conftest import rng
 
     import augment_reduce.nn.head as head_module
-    from augment_reduce.kernels import _cuda_noise, cuda
+    from augment_reduce.kernels import _cuda_draw, _cuda_noise, cuda
     from augment_reduce.nn import AugmentReduceHead, _hash, _step
     from augment_reduce.nn._rows import rounded
     from augment_reduce.noise import Gumbel, Logistic, Normal
@@ -156,6 +156,31 @@ else:
             head(torch.randn(2, 4, generator=rng(t)).to(DEVICE), torch.tensor([1, 2], device=DEVICE))
             expected = head.sampler.draw(head.key, torch.tensor(t, device=DEVICE), _hash.MAIN)
             assert torch.equal(seen[t], expected.classes)
+
+    @triton.jit(do_not_specialize=["key", "n_classes", "grid_a", "grid_b"])
+    def _draw_uniform(Out, Sizes, Counter, key, n_classes, grid_a, grid_b):
+        lane = tl.arange(0, 512)
+        slot = lane % 128
+        inside = slot < tl.load(Sizes + lane // 128)
+        classes, _ = _cuda_draw.draw(
+            slot, inside, Counter, Counter, Counter, Counter, Counter, key, n_classes, 0, 1, 1, grid_a, grid_b,
+            _cuda_draw.UNIFORM, _cuda_draw.MAIN,
+        )  # fmt: skip
+        tl.store(Out + lane, classes, mask=inside)
+
+    @pytest.mark.parametrize("n_classes", range(2, 81))
+    def test_lanes_beyond_the_sample_are_not_walked(n_classes):
+        """Four samples, each in a block with more lanes than |S| and than K: the walk of a masked lane had no end."""
+        sizes = [max(0, size) for size in (n_classes, n_classes - 1, n_classes - 15, 1)]
+        for t in range(1 if INTERPRETED else 200):
+            counter, out = torch.tensor([n_classes + t], device=DEVICE), torch.full((4, 128), -1, device=DEVICE)
+            grid = _hash.grid_of(n_classes)
+            _draw_uniform[(1,)](out, torch.tensor(sizes, device=DEVICE), counter, 7, n_classes, *grid)
+            random = _hash.step_key(7, counter.cpu()[0], _hash.MAIN)
+            expected = _hash.permuted(random, torch.arange(n_classes), n_classes)
+            for size, drawn in zip(sizes, out.cpu(), strict=True):
+                assert torch.equal(drawn[:size], expected[:size])
+                assert (drawn[size:] == -1).all()
 
     def test_targets_out_of_range_are_left_out_and_reported(monkeypatch):
         monkeypatch.setattr(head_module, "backend_for", lambda *_: cuda)

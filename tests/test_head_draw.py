@@ -49,6 +49,23 @@ def test_a_permutation_never_repeats_and_stays_inside(n):
     torch.testing.assert_close(drawn.log_weight.exp(), torch.full((size,), n / size), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("n", [*range(2, 81), 203, 500, 1_000, 10_007])
+def test_a_walk_ends_within_the_proven_bound(n):
+    """From every place below n, under 20 keys: the cycle through it meets at most all points outside before it."""
+    a, b = _hash.grid_of(n)
+    assert n <= a * b < n + a
+    for t in range(20):
+        drawn = _hash.permuted(_hash.step_key(KEY, step(t), _hash.MAIN), torch.arange(n), n)
+        assert torch.equal(drawn.sort().values, torch.arange(n))
+
+
+def test_a_place_outside_cannot_make_the_walk_endless():
+    """Such a place may be on a cycle with no point below n, where the walk went on for ever."""
+    keys = _hash.step_key(KEY, torch.arange(200), _hash.MAIN)  # under some of them, the grid's points 10 and 11 do
+    with pytest.raises(ValueError, match=r"places in \[0, n=10\), found 11 to 11"):
+        _hash.permuted(keys, torch.full((200,), 11), 10)
+
+
 def test_the_two_samples_of_a_step_are_independent():
     """From halves of one draw without replacement the pair (k, k) could never come up."""
     first, second = (many_draws(4, 1, stream, 20_000)[:, 0].tolist() for stream in (_hash.MAIN, _hash.SECOND))

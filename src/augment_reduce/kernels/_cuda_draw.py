@@ -39,17 +39,23 @@ def normal(key, place):
 
 
 @triton.jit
-def permuted(key, place, n, a, b):
-    """Feistel network on an a x b grid with cycle walking: places outside 0..n-1 go on until they are inside."""
+def permuted(key, place, inside, n, a, b):
+    """Feistel network on an a x b grid with cycle walking: places outside 0..n-1 go on until they are inside.
+
+    Only lanes that are `inside`, whose place must be below n, are walked: from a place beyond n the walk may be on a
+    cycle with no point below n. `longest_walk` in nn/_hash.py bounds the rounds by a b - n + 1, and so does the loop.
+    """
     x = place
-    outside = place >= 0
-    while tl.max(outside.to(tl.int32), axis=0) > 0:
+    outside = inside
+    rounds_left = (a * b - n + 1).to(tl.int32)
+    while (tl.max(outside.to(tl.int32), axis=0) > 0) & (rounds_left > 0):
         left, right = x // b, x % b
         for r in tl.static_range(0, ROUNDS, 2):
             left = (left + bits(key, right, r) % a) % a
             right = (right + bits(key, left, r + 1) % b) % b
         x = tl.where(outside, left * b + right, x)
-        outside = x >= n
+        outside = inside & (x >= n)
+        rounds_left -= 1
     return x
 
 
@@ -91,9 +97,12 @@ def draw(
     else:
         random = step_key(key, Counter, STREAM)
         sure = slot < n_certain
-        place = tl.where(sure, 0, slot - n_certain).to(tl.uint32)
+        random_slot = inside & (slot >= n_certain)
+        place = tl.where(random_slot, slot - n_certain, 0).to(tl.uint32)
         if KIND == UNIFORM:
-            picked = permuted(random, place, n_classes.to(tl.uint32), grid_a.to(tl.uint32), grid_b.to(tl.uint32))
+            picked = permuted(
+                random, place, random_slot, n_classes.to(tl.uint32), grid_a.to(tl.uint32), grid_b.to(tl.uint32)
+            )
             drawn = picked.to(tl.int64)
             weight = n_classes.to(tl.float32) / n_random
             drawn_log = tl.zeros_like(slot).to(tl.float32) + tl.log(weight)

@@ -280,13 +280,13 @@ def _sampler_args(step: Step, main: _Plan, second: _Plan) -> _SamplerArgs:
         K, n_certain = sampler.n_classes, sampler.n_certain
         certain = sampler.certain if n_certain else certain
         cumulative = sampler.cumulative if sampler.kind not in (UNIFORM, EVERY) else cumulative
-    grid_a = math.isqrt(K - 1) + 1
+    grid_a, grid_b = _hash.grid_of(K)
     given = [
         tensor
         for plan in (main, second)
         for tensor in ((plan.given.classes, plan.given.log_weight) if plan.given else (step.counter, step.counter))
     ]
-    sizes = (n_certain, main.n_random, second.n_random, max(1, math.ceil(math.log2(K))) + 1, grid_a, -(-K // grid_a))
+    sizes = (n_certain, main.n_random, second.n_random, max(1, math.ceil(math.log2(K))) + 1, grid_a, grid_b)
     return _SamplerArgs((certain, cumulative, *given), sizes)
 
 

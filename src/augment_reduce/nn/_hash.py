@@ -60,22 +60,41 @@ def normal(key: Tensor, place: Tensor) -> Tensor:
     return (radius * torch.cos(angle)).float()
 
 
+def grid_of(n: int) -> tuple[int, int]:
+    """Sides (a, b) of the grid that `permuted` permutes: a b >= n, and fewer than a of its points are not below n."""
+    a = math.isqrt(n - 1) + 1
+    return a, -(-n // a)
+
+
+def longest_walk(n: int) -> int:
+    """The most rounds that `permuted` can need for a place below n.
+
+    A permutation's cycle through a place below n comes back to it, so a walk that starts there meets at most all
+    a b - n points outside before it meets one inside.
+    """
+    a, b = grid_of(n)
+    return a * b - n + 1
+
+
 def permuted(key: Tensor, place: Tensor, n: int) -> Tensor:
     """The images of `place` (each in 0..n-1) under a permutation of 0..n-1 that the key picks: O(1) each.
 
     Places are pairs (L, R) of an a x b grid with a b >= n. Rounds of L <- L + F(R) mod a and R <- R + F(L) mod b
     permute the grid (a Feistel network); whoever lands outside 0..n-1 goes on until it is inside, which one
     in sqrt(n) must. Different places have different images: sampling without replacement, with no memory of it.
+    The number of rounds is bounded by `longest_walk`. A place outside 0..n-1, which a caller must not pass, may lie on
+    a cycle with no point inside: that raises ValueError.
     """
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
+    a, b = grid_of(n)
     x = place
     outside = torch.ones_like(x, dtype=torch.bool)
-    while bool(outside.any()):  # on the CPU only; the kernel walks in registers
+    for _ in range(longest_walk(n)):
         left, right = x // b, x % b
         for r in range(0, ROUNDS, 2):
             left = (left + bits(key, right, r) % a) % a
             right = (right + bits(key, left, r + 1) % b) % b
         x = torch.where(outside, left * b + right, x)
         outside = x >= n
-    return x
+        if not bool(outside.any()):  # the host waits here; the kernel walks in registers
+            return x
+    raise ValueError(f"Expected places in [0, n={n}), found {int(place.min())} to {int(place.max())}.")
