@@ -1,7 +1,7 @@
 """The Triton kernels against plain torch. On a GPU they run there; elsewhere in Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, which another test of the same process may have done:
-without a GPU this file runs itself again, in a process of its own.
+without a GPU this file runs itself, and tests/test_cuda_safety.py, in processes of their own.
 """
 
 import os
@@ -16,8 +16,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not INTERPRETED and not torch.cuda.is_available():
 
-    def test_kernels_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    @pytest.mark.parametrize("name", ["test_cuda_kernels.py", "test_cuda_safety.py"])
+    def test_kernels_in_the_interpreter(name):
+        file = os.path.join(os.path.dirname(__file__), name)
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", file]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
         assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
@@ -58,7 +60,7 @@ else:
         found = {}
         for t in range(n_steps):
             h = (hidden + 0.1 * t).to(DEVICE, dtype).requires_grad_()
-            loss = head(h, target.to(DEVICE), index.to(DEVICE), sample_weight.to(DEVICE))
+            loss = head(h, target.to(DEVICE), index=index.to(DEVICE), sample_weight=sample_weight.to(DEVICE))
             loss.backward(torch.linspace(0.5, 1.5, B, device=DEVICE) if loss.ndim else None)
             found[f"loss {t}"], found[f"hidden {t}"] = loss.detach().cpu().double(), h.grad.cpu().double()
         state = {name: x.cpu().double() for name, x in head.state_dict().items()}

@@ -33,7 +33,7 @@ def problem(dtype=torch.float64, b=B, k=K, d=D, seed=0):
 def make_step(model, target, drawn, parts=None, *, second=None, n_nodes=1, mode="amortised", **options) -> Step:
     """A step on classes that the test chooses."""
     noise = resolve_noise(model)
-    counter, tally = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    counter, tally = torch.zeros(1, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     local = Local(noise, D, K, mode, n_nodes=n_nodes)
     return Step(
         noise, target, None, local, 7, counter, tally, drawn=drawn, second=second, parts=parts, floor=None,
@@ -54,7 +54,7 @@ def every_class() -> Drawn:
 
 
 def loss_of(step, hidden, weight, bias):
-    return BoundLoss.apply(hidden, weight, bias, None, step, _step)
+    return BoundLoss.apply(hidden, weight, bias, step, _step)
 
 
 def uniform_subsets(size=2):

@@ -65,10 +65,11 @@ def about_cdf(t, Tail, NOISE: tl.constexpr):
         ratio = exp(tl.minimum(-t, 60.0))
         return -ratio, ratio, -ratio
     elif NOISE == LOGISTIC:
-        odds = exp(tl.minimum(-t, 80.0))  # beyond it Phi has been 0 and the ratio 1 for long
-        rest = reciprocal(1.0 + odds)
-        ratio = odds * rest
-        return log_rest(ratio, -log(1.0 + odds)), ratio, -ratio * rest
+        small = exp(-tl.abs(t))
+        over = reciprocal(1.0 + small)
+        ratio = tl.where(t < 0.0, over, small * over)
+        rest = tl.where(t < 0.0, small * over, over)
+        return log_rest(ratio, tl.minimum(t, 0.0) - log(1.0 + small)), ratio, -ratio * rest
     else:
         a = tl.minimum(tl.abs(t), 1e18)
         w = reciprocal(a + 3.5)

@@ -12,6 +12,8 @@ from ._cuda_noise import SOFTMAX
 
 LOW, HIGH = tl.constexpr(-4.605170185988091), tl.constexpr(9.210340371976184)  # log precision lies between
 NOTHING = tl.constexpr(-9223372036854775807)
+LARGEST = tl.constexpr(1e15)  # as in nn/_plain.py
+ROWS, FLOORED, BAD_TARGETS, BAD_TARGET, SKIPPED, ROWS_BEFORE, BAD_WEIGHTS = (tl.constexpr(i) for i in range(7))
 
 _SIZES = ["n_classes", "n_certain", "n_random", "n_random_2", "n_halvings", "grid_a", "grid_b", "key"]
 
@@ -47,22 +49,31 @@ def gather(Weight, Bias, Rows, RowBias, classes, slot, inside, D, HAS_BIAS: tl.c
 
 
 @triton.jit
-def labels(Target, SampleWeight, Label, RowWeight, Tally, b, in_b, n_classes, ignore_index, HAS_WEIGHT: tl.constexpr):
-    """Labels as the other kernels take them, -1 for a row that does not count; targets out of range are counted."""
+def count(Tally, place: tl.constexpr, which):
+    """Add the number of rows for which `which` holds to a place of the tally."""
+    n = tl.sum(which.to(tl.int32), axis=0)
+    if n > 0:
+        tl.atomic_add(Tally + place, n.to(tl.int64))
+
+
+@triton.jit
+def labels(Target, SampleWeight, RowWeight, Tally, b, in_b, n_classes, ignore_index, HAS_WEIGHT: tl.constexpr):
+    """(class, whether the row counts); targets out of range and sample weights below 0 are counted, and left out."""
     y = tl.load(Target + b, mask=in_b, other=0)
     wanted = in_b & (y != ignore_index)
     inside = wanted & (y >= 0) & (y < n_classes)
-    n_bad = tl.sum((wanted & ~inside).to(tl.int32), axis=0)
-    if n_bad > 0:
-        tl.atomic_add(Tally + 2, n_bad.to(tl.int64))
-        tl.store(Tally + 3, tl.max(tl.where(wanted & ~inside, y, NOTHING), axis=0))
+    if tl.sum((wanted & ~inside).to(tl.int32), axis=0) > 0:
+        count(Tally, BAD_TARGETS, wanted & ~inside)
+        tl.store(Tally + BAD_TARGET, tl.max(tl.where(wanted & ~inside, y, NOTHING), axis=0))
     weight = inside.to(tl.float32)
     if HAS_WEIGHT:
-        weight = tl.where(inside, tl.load(SampleWeight + b, mask=in_b, other=0.0).to(tl.float32), 0.0)
-    counts = inside & (weight != 0.0)
-    tl.store(Label + b, tl.where(counts, y, -1).to(tl.int32), mask=in_b)
+        weight = tl.load(SampleWeight + b, mask=in_b, other=0.0).to(tl.float32)
+        valid = (weight >= 0.0) & (weight < float("inf"))
+        count(Tally, BAD_WEIGHTS, inside & ~valid)
+        weight = tl.where(inside & valid, weight, 0.0)
+    counts = weight != 0.0
     tl.store(RowWeight + b, weight, mask=in_b)
-    return tl.where(counts, y, 0).to(tl.int64)
+    return tl.where(counts, y, 0).to(tl.int64), counts
 
 
 @triton.jit
@@ -70,10 +81,14 @@ def label_scores(
     Hidden, Weight, Bias, LabelRows, Copied, Mean, Slope, y, b, in_b, D,
     NOISE: tl.constexpr, HAS_BIAS: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """psi_y, and slope (h - mean) of the one or two predicted parts; the labels' weight rows are copied on the way."""
+    """psi_y, slope (h - mean) of the one or two predicted parts, and whether h and psi_y can take part in a step.
+
+    That is, none of them is beyond LARGEST or not finite. The labels' weight rows are copied on the way.
+    """
     psi_y = tl.zeros((BLOCK,), dtype=tl.float32)
     first = tl.zeros((BLOCK,), dtype=tl.float32)
     second = tl.zeros((BLOCK,), dtype=tl.float32)
+    n_fit = tl.zeros((BLOCK,), dtype=tl.int32)
     d = tl.arange(0, BLOCK_D)
     for start in range(0, D, BLOCK_D):
         in_d = start + d < D
@@ -82,6 +97,7 @@ def label_scores(
         h = tl.load(Hidden + at, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(Weight + y[:, None] * D + (start + d)[None, :], mask=mask, other=0.0).to(tl.float32)
         psi_y += tl.sum(h * w, axis=1)
+        n_fit += tl.sum((tl.abs(h) < LARGEST).to(tl.int32), axis=1)  # False for NaN, too; columns beyond D are 0
         tl.store(LabelRows + at, w.to(LabelRows.dtype.element_ty), mask=mask)
         if COPY:
             tl.store(Copied + at, h.to(Copied.dtype.element_ty), mask=mask)
@@ -91,7 +107,8 @@ def label_scores(
             second += tl.sum(centred * tl.load(Slope + D + start + d, mask=in_d, other=0.0)[None, :], axis=1)
     if HAS_BIAS:
         psi_y += tl.load(Bias + y, mask=in_b, other=0.0).to(tl.float32)
-    return psi_y, first, second
+    usable = (n_fit == tl.cdiv(D, BLOCK_D) * BLOCK_D) & (tl.abs(psi_y) < LARGEST)
+    return tl.where(usable, psi_y, 0.0), tl.where(usable, first, 0.0), tl.where(usable, second, 0.0), usable
 
 
 @triton.jit
@@ -99,22 +116,20 @@ def predict(
     GivenParts, Offset, LabelSlope, LabelMean, Predicted, psi_y, first, second, b, in_b, B,
     NOISE: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of q(v) that the linear map predicts, or those that the caller gave."""
+    """The parts of q(v) that the linear map predicts; returns those to use, which the caller may have given."""
+    label = psi_y - tl.load(LabelMean)
+    first += tl.load(Offset) + tl.load(LabelSlope) * label
+    if NOISE == SOFTMAX:
+        first = tl.maximum(first, psi_y)
+    else:
+        second += tl.load(Offset + 1) + tl.load(LabelSlope + 1) * label
+        second = tl.minimum(tl.maximum(second, LOW), HIGH)
+        tl.store(Predicted + B + b, second, mask=in_b)
+    tl.store(Predicted + b, first, mask=in_b)
     if HAS_PARTS:
         first = tl.load(GivenParts + b, mask=in_b, other=0.0)
         if NOISE != SOFTMAX:
             second = tl.load(GivenParts + B + b, mask=in_b, other=0.0)
-    else:
-        label = psi_y - tl.load(LabelMean)
-        first += tl.load(Offset) + tl.load(LabelSlope) * label
-        if NOISE == SOFTMAX:
-            first = tl.maximum(first, psi_y)
-        else:
-            second += tl.load(Offset + 1) + tl.load(LabelSlope + 1) * label
-            second = tl.minimum(tl.maximum(second, LOW), HIGH)
-    tl.store(Predicted + b, first, mask=in_b)
-    if NOISE != SOFTMAX:
-        tl.store(Predicted + B + b, second, mask=in_b)
     return first, second
 
 
@@ -147,15 +162,18 @@ def prepare(
     if pid < row_blocks:
         b = pid * BLOCK + tl.arange(0, BLOCK)
         in_b = b < B
-        y = labels(Target, SampleWeight, Label, RowWeight, Tally, b, in_b, n_classes, ignore_index, HAS_WEIGHT)
-        psi_y, first, second = label_scores(
+        y, counts = labels(Target, SampleWeight, RowWeight, Tally, b, in_b, n_classes, ignore_index, HAS_WEIGHT)
+        psi_y, first, second, usable = label_scores(
             Hidden, Weight, Bias, LabelRows, Copied, Mean, Slope, y, b, in_b, D, NOISE, HAS_BIAS, COPY, BLOCK, BLOCK_D
         )
+        count(Tally, ROWS, counts & usable)
+        count(Tally, SKIPPED, counts & ~usable)
+        tl.store(Label + b, tl.where(counts & usable, y, -1).to(tl.int32), mask=in_b)
         tl.store(PsiY + b, psi_y, mask=in_b)
         first, second = predict(
             GivenParts, Offset, LabelSlope, LabelMean, Predicted, psi_y, first, second, b, in_b, B, NOISE, HAS_PARTS
         )
-        if HAS_MEMORY:
+        if HAS_MEMORY and not HAS_PARTS:
             first, second = recall(Memory, Visits, Index, first, second, b, in_b, n_rows, NOISE)
         tl.store(Used + b, first, mask=in_b)
         if NOISE != SOFTMAX:

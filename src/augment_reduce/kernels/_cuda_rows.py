@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 
 from ._cuda_noise import SOFTMAX, about_density
-from ._cuda_prepare import HIGH, LOW, put_nodes
+from ._cuda_prepare import FLOORED, HIGH, LOW, ROWS, ROWS_BEFORE, SKIPPED, count, put_nodes
 
 LOG_2PI_E = tl.constexpr(2.8378770664093453)
-LEAST, TINY = tl.constexpr(1e-2), tl.constexpr(1e-37)
+LEAST = tl.constexpr(1e-2)
+LARGEST_LOG = tl.constexpr(60.0)  # as in nn/_plain.py
 FIELDS = tl.constexpr(16)  # scalars a block of rows reports, see `finish`
 USED = tl.constexpr(11)
 AT_ONCE = tl.constexpr(32)
@@ -41,6 +42,47 @@ def collect(Sums, which: tl.constexpr, b, in_b, B, n_blocks):
         at = Sums + (which * n_blocks + i).to(tl.int64)[:, None] * B + b[None, :]
         total += tl.sum(tl.load(at, mask=(i < n_blocks)[:, None] & in_b[None, :], other=0.0), axis=0)
     return total
+
+
+@triton.jit
+def collect_exponentials(Sums, b, in_b, B, n_blocks):
+    """(ref, total): the sum of pulls over all blocks of classes is e^ref total; see `scores`. ref is mostly 0."""
+    ref = tl.zeros_like(b).to(tl.float32)
+    for start in range(0, n_blocks, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        at = Sums + (n_blocks + i).to(tl.int64)[:, None] * B + b[None, :]
+        ref = tl.maximum(ref, tl.max(tl.load(at, mask=(i < n_blocks)[:, None] & in_b[None, :], other=0.0), axis=0))
+    total = tl.zeros_like(ref)
+    for start in range(0, n_blocks, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        mask = (i < n_blocks)[:, None] & in_b[None, :]
+        at = Sums + i.to(tl.int64)[:, None] * B + b[None, :]
+        own_ref = tl.load(at + n_blocks.to(tl.int64) * B, mask=mask, other=0.0)
+        total += tl.sum(tl.load(at, mask=mask, other=0.0) * tl.exp(own_ref - ref[None, :]), axis=0)
+    return ref, total
+
+
+@triton.jit
+def log_ratio(ref, total, label):
+    """log(e^ref total + e^label), relative to the larger of the two."""
+    ref = tl.where(total > 0.0, ref, -1e30)
+    top = tl.maximum(ref, label)
+    return top + tl.log(total * tl.exp(ref - top) + tl.exp(label - top))
+
+
+@triton.jit
+def to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr):
+    """Multiply the blocks of `Pull` by e^(their own ref - ref), so that a row is e^-ref of what it should be."""
+    for block in range(n_blocks):
+        own_ref = tl.load(Sums + (n_blocks + block).to(tl.int64) * B + b, mask=in_b, other=0.0)
+        factor = tl.exp(own_ref - ref)
+        end = tl.minimum((block + 1) * COLUMNS, S)
+        for start in range(0, COLUMNS, AT_ONCE):
+            s = block * COLUMNS + start + tl.arange(0, AT_ONCE)
+            mask = (in_b & (ref > 0.0))[:, None] & (s < end)[None, :]
+            at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
+            pull = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
+            tl.store(at, pull.to(Pull.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -70,13 +112,12 @@ def refine(
     psi_y = tl.load(PsiY + b, mask=in_b, other=0.0)
     used = tl.load(Used + b, mask=in_b, other=0.0)
     log_precision = tl.zeros_like(used)
-    pulls = collect(Sums, 0, b, in_b, B, n_blocks)
-    _, first, second = about_label(VFirst, WeightFirst, b, in_b, psi_y, NOISE, J_FIRST)
-    slope = pulls + first
     if NOISE == SOFTMAX:
-        move = tl.log(tl.maximum(pulls + tl.exp(tl.minimum(psi_y - used, 60.0)), TINY))
-        used += tl.where(tl.load(Learned) > 0, share, 1.0) * move
+        ref, total = collect_exponentials(Sums, b, in_b, B, n_blocks)
+        used += tl.where(tl.load(Learned) > 0, share, 1.0) * log_ratio(ref, total, psi_y - used)
     else:
+        _, first, second = about_label(VFirst, WeightFirst, b, in_b, psi_y, NOISE, J_FIRST)
+        slope = collect(Sums, 0, b, in_b, B, n_blocks) + first
         log_precision = tl.load(Used + B + b, mask=in_b, other=0.0)
         bend = collect(Sums, 2, b, in_b, B, n_blocks) + second
         used, log_precision = newton(used, log_precision, slope, bend, 0.7)
@@ -86,11 +127,85 @@ def refine(
 
 
 @triton.jit
+def softmax_row(Pull, Sums, psi_y, used, floor, b, in_b, B, S, n_blocks, FLOOR: tl.constexpr, COLUMNS: tl.constexpr):
+    """(bound, lift, log Z~ - c, what `Pull` is to be multiplied by, whether the floor acted); see nn/_plain.py."""
+    ref, total = collect_exponentials(Sums, b, in_b, B, n_blocks)
+    if tl.max(ref, axis=0) > 0.0:
+        to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS)
+    slope = log_ratio(ref, total, psi_y - used)
+    raised = tl.zeros_like(used)
+    if FLOOR:
+        raised = tl.maximum(slope - floor, 0.0)
+    shrink = tl.exp(tl.minimum(ref - raised, LARGEST_LOG))
+    own = tl.exp(tl.minimum(psi_y - used - raised, LARGEST_LOG))
+    bound = 1.0 - used - raised + psi_y - own - total * shrink
+    return bound, 1.0 - own, slope, shrink, raised > 0.0
+
+
+@triton.jit
+def noise_row(
+    Sums, V, NodeWeight, psi_y, log_precision, floor, b, in_b, B, n_blocks,
+    NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """As `softmax_row`, with the derivative in place of log Z~ - c, and with the second derivative."""
+    pulls = collect(Sums, 0, b, in_b, B, n_blocks)
+    value, first, second = about_label(V, NodeWeight, b, in_b, psi_y, NOISE, J)
+    bend = collect(Sums, 2, b, in_b, B, n_blocks) + second
+    shrink = tl.zeros_like(psi_y) + 1.0
+    if FLOOR:
+        most = tl.exp(floor) * (1.0 + tl.abs(first))
+        shrink = tl.where(pulls > most, most / pulls, 1.0)
+    bound = value + collect(Sums, 1, b, in_b, B, n_blocks) * shrink - 0.5 * (log_precision - LOG_2PI_E)
+    return bound, -first, pulls * shrink + first, bend, shrink, shrink < 1.0
+
+
+@triton.jit
+def remember(Memory, Visits, Index, used, log_precision, slope, bend, b, in_b, seen, n_rows, NOISE: tl.constexpr):
+    """Each row's own numbers, moved with alpha = (2 + visits)^-power."""
+    row = tl.load(Index + b, mask=in_b, other=-1)
+    kept = seen & (row >= 0) & (row < n_rows)
+    visits = tl.load(Visits + row, mask=kept, other=0)
+    if NOISE == SOFTMAX:
+        alpha = tl.exp(-0.9 * tl.log(2.0 + visits.to(tl.float32)))
+        old, new = tl.log(1.0 - alpha), tl.log(alpha) + slope
+        top = tl.maximum(old, new)
+        tl.store(Memory + row, used + top + tl.log(tl.exp(old - top) + tl.exp(new - top)), mask=kept)
+    else:
+        alpha = tl.exp(-0.6 * tl.log(2.0 + visits.to(tl.float32)))
+        location, new_precision = newton(used, log_precision, slope, bend, alpha)
+        tl.store(Memory + row, location, mask=kept)
+        tl.store(Memory + n_rows + row, new_precision, mask=kept)
+    tl.store(Visits + row, visits + 1, mask=kept)
+
+
+@triton.jit
+def residuals(
+    Predicted, used, log_precision, slope, bend, largest, b, in_b, seen, B,
+    NOISE: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """How far the prediction is off, 0 for rows that are not seen; see amortised.residuals."""
+    predicted = tl.load(Predicted + b, mask=in_b, other=0.0)
+    rho_2 = tl.zeros_like(used)
+    if NOISE == SOFTMAX:
+        rho = tl.exp(tl.minimum(used + slope - predicted, largest)) - 1.0
+    else:
+        precision = tl.exp(log_precision)
+        move = slope / tl.maximum(precision, WIDEST)
+        if not FLOOR:
+            reach = 2.0 / tl.sqrt(precision)
+            move = tl.minimum(tl.maximum(move, -reach), reach)
+        rho = tl.minimum(tl.maximum(used + move - predicted, -LARGEST_MOVE), LARGEST_MOVE)
+        off = -bend / precision - 1.0 + log_precision - tl.load(Predicted + B + b, mask=in_b, other=0.0)
+        rho_2 = tl.where(seen, tl.minimum(tl.maximum(off, -1.0), 1.0), 0.0)
+    return tl.where(seen, rho, 0.0), rho_2
+
+
+@triton.jit
 def finish(
-    Hidden, Sums, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Index, Mean, LabelMean, Memory, Visits,
-    Learned, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Report, B, D, n_blocks, n_rows, floor, largest,
+    Hidden, Sums, Pull, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Label, Index, Mean, LabelMean, Memory, Visits,
+    Learned, Tally, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Report, B, D, S, n_blocks, n_rows, floor, largest,
     NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr, LEARN: tl.constexpr, HAS_MEMORY: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Everything about a row that its sums over classes decide. `Report` (blocks, FIELDS + 3 D): sums for `learn`."""
     pid = tl.program_id(0)
@@ -99,100 +214,71 @@ def finish(
     psi_y = tl.load(PsiY + b, mask=in_b, other=0.0)
     used = tl.load(Used + b, mask=in_b, other=0.0)
     weight = tl.load(RowWeight + b, mask=in_b, other=0.0)
-    seen = (weight != 0.0).to(tl.float32)
-    pulls = collect(Sums, 0, b, in_b, B, n_blocks)
-    value, first, second = about_label(V, NodeWeight, b, in_b, psi_y, NOISE, J)
-    slope = pulls + first
-    shrink = tl.zeros_like(psi_y) + 1.0
+    usable = tl.load(Label + b, mask=in_b, other=-1) >= 0
     if NOISE == SOFTMAX:
         log_precision = tl.zeros_like(used)
         bend = log_precision
-        own = tl.exp(tl.minimum(psi_y - used, 60.0))
-        slope = tl.log(tl.maximum(pulls + own, TINY))  # log Z~ - c, as in nn/_plain.py
-        if FLOOR:
-            shrink = tl.exp(tl.minimum(floor - slope, 0.0))
-        used_now = used - tl.log(shrink)
-        lift = 1.0 - own * shrink
-        bound = 1.0 - used_now + psi_y - own * shrink - pulls * shrink
+        bound, lift, slope, shrink, floored = softmax_row(
+            Pull, Sums, psi_y, used, floor, b, in_b, B, S, n_blocks, FLOOR, COLUMNS
+        )
     else:
         log_precision = tl.load(Used + B + b, mask=in_b, other=0.0)
-        bend = collect(Sums, 2, b, in_b, B, n_blocks) + second
-        lift = -first
-        if FLOOR:
-            most = tl.exp(floor) * (1.0 + tl.abs(lift))
-            shrink = tl.where(pulls > most, most / pulls, 1.0)
-        slope = pulls * shrink + first
-        bound = value + collect(Sums, 1, b, in_b, B, n_blocks) * shrink - 0.5 * (log_precision - LOG_2PI_E)
-    loss = tl.where(seen > 0.0, -bound, 0.0) * weight
-    scale = weight * shrink
+        bound, lift, slope, bend, shrink, floored = noise_row(
+            Sums, V, NodeWeight, psi_y, log_precision, floor, b, in_b, B, n_blocks, NOISE, J, FLOOR
+        )
+    finite = (tl.abs(bound) < float("inf")) & (tl.abs(slope) < float("inf")) & (tl.abs(bend) < float("inf"))
+    counts = weight != 0.0
+    seen = counts & usable & finite
+    count(Tally, SKIPPED, counts & usable & ~finite)
+    count(Tally, FLOORED, floored & seen)
+    loss = tl.where(seen, -bound, tl.where(counts, float("nan"), 0.0)) * weight
+    scale = tl.where(seen, weight * shrink, 0.0)
     tl.store(RowLoss + b, loss, mask=in_b)
     tl.store(Scale + b, scale, mask=in_b)
     if SCALED:
         column = tl.arange(0, 16)[None, :]
         at_column = ScaleColumns + b.to(tl.int64)[:, None] * 16 + column
         tl.store(at_column, tl.where(column == 0, scale[:, None], 0.0).to(Scaled.dtype.element_ty), mask=in_b[:, None])
-    tl.store(AtLabel + b, tl.where(seen > 0.0, lift, 0.0) * weight, mask=in_b)
-    label = psi_y - tl.load(LabelMean)
+    tl.store(AtLabel + b, tl.where(seen, lift * weight, 0.0), mask=in_b)
     out = Report + pid.to(tl.int64) * (3 * D + FIELDS)
     tl.store(out, tl.sum(loss, axis=0))
     tl.store(out + 1, tl.sum(weight, axis=0))
-    tl.store(out + 2, tl.sum(seen, axis=0))
-    tl.store(out + 3, tl.sum(tl.where(shrink < 1.0, seen, 0.0), axis=0))
+    tl.store(out + 2, tl.sum(seen.to(tl.float32), axis=0))
     rho = tl.zeros_like(psi_y)
     rho_2 = tl.zeros_like(psi_y)
     if LEARN:
-        if pid == 0:
+        if (pid == 0) & (tl.load(Tally + ROWS) > tl.load(Tally + ROWS_BEFORE)):
             tl.store(Learned, tl.load(Learned) + 1)  # read by `learn`, which comes after
-        predicted = tl.load(Predicted + b, mask=in_b, other=0.0)
-        if NOISE == SOFTMAX:
-            rho = (tl.exp(tl.minimum(used + slope - predicted, largest)) - 1.0) * seen
-        else:
-            precision = tl.exp(log_precision)
-            move = slope / tl.maximum(precision, WIDEST)
-            if not FLOOR:
-                reach = 2.0 / tl.sqrt(precision)
-                move = tl.minimum(tl.maximum(move, -reach), reach)
-            rho = tl.minimum(tl.maximum(used + move - predicted, -LARGEST_MOVE), LARGEST_MOVE) * seen
-            off = -bend / precision - 1.0 + log_precision - tl.load(Predicted + B + b, mask=in_b, other=0.0)
-            rho_2 = tl.minimum(tl.maximum(off, -1.0), 1.0) * seen
-        tl.store(out + 4, tl.sum(label * seen, axis=0))
-        tl.store(out + 5, tl.sum(label * label * seen, axis=0))
+        rho, rho_2 = residuals(Predicted, used, log_precision, slope, bend, largest, b, in_b, seen, B, NOISE, FLOOR)
+        label = tl.where(seen, psi_y - tl.load(LabelMean), 0.0)
+        tl.store(out + 4, tl.sum(label, axis=0))
+        tl.store(out + 5, tl.sum(label * label, axis=0))
         tl.store(out + 6, tl.sum(rho, axis=0))
         tl.store(out + 7, tl.sum(rho_2, axis=0))
         tl.store(out + 8, tl.sum(rho * label, axis=0))
         tl.store(out + 9, tl.sum(rho_2 * label, axis=0))
         if HAS_MEMORY:
-            row = tl.load(Index + b, mask=in_b, other=-1)
-            kept = (seen > 0.0) & (row >= 0) & (row < n_rows)
-            visits = tl.load(Visits + row, mask=kept, other=0)
-            if NOISE == SOFTMAX:
-                alpha = tl.exp(-0.9 * tl.log(2.0 + visits.to(tl.float32)))
-                tl.store(Memory + row, used + tl.log(1.0 - alpha + alpha * tl.exp(slope)), mask=kept)
-            else:
-                alpha = tl.exp(-0.6 * tl.log(2.0 + visits.to(tl.float32)))
-                location, new_precision = newton(used, log_precision, slope, bend, alpha)
-                tl.store(Memory + row, location, mask=kept)
-                tl.store(Memory + n_rows + row, new_precision, mask=kept)
-            tl.store(Visits + row, visits + 1, mask=kept)
+            remember(Memory, Visits, Index, used, log_precision, slope, bend, b, in_b, seen, n_rows, NOISE)
     energy = tl.zeros((BLOCK,), dtype=tl.float32)
     d = tl.arange(0, BLOCK_D)
     for start in range(0, D, BLOCK_D):
         in_d = start + d < D
         mask = in_b[:, None] & in_d[None, :]
         at = b.to(tl.int64)[:, None] * D + (start + d)[None, :]
-        h = tl.load(Hidden + at, mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(Hidden + at, mask=mask & seen[:, None], other=0.0).to(tl.float32)
         if SCALED:
             tl.store(Scaled + at, (h * scale[:, None]).to(Scaled.dtype.element_ty), mask=mask)
         if LEARN:
-            centred = tl.where(mask, h - tl.load(Mean + start + d, mask=in_d, other=0.0)[None, :], 0.0)
+            mean = tl.load(Mean + start + d, mask=in_d, other=0.0)
+            centred = tl.where(mask & seen[:, None], h - mean[None, :], 0.0)
             energy += tl.sum(centred * centred, axis=1)
             to = out + start + d + FIELDS
-            tl.store(to, tl.sum(centred * seen[:, None], axis=0), mask=in_d)
+            tl.store(to, tl.sum(centred, axis=0), mask=in_d)
             tl.store(to + D, tl.sum(centred * rho[:, None], axis=0), mask=in_d)
             if NOISE != SOFTMAX:
                 tl.store(to + 2 * D, tl.sum(centred * rho_2[:, None], axis=0), mask=in_d)
     if LEARN:
-        tl.store(out + 10, tl.sum(energy * seen, axis=0))
+        tl.store(out + 10, tl.sum(energy, axis=0))
 
 
 @triton.jit
@@ -234,7 +320,7 @@ def learn(
     totals = scalars_of(Report, width, n_blocks, BLOCK)
     n = tl.maximum(scalar(totals, 2), 1.0)
     if LEARN:
-        rate = tl.maximum(1.0 / tl.load(Learned).to(tl.float32), MEAN_RATE)
+        rate = tl.maximum(1.0 / tl.maximum(tl.load(Learned).to(tl.float32), 1.0), MEAN_RATE)
         d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = d < D
         energy = tl.maximum(scalar(totals, 10), 1e-12)
@@ -252,8 +338,7 @@ def learn(
         denominator = tl.maximum(scalar(totals, 1), 1.17549435e-38) if MEAN else 1.0
         tl.store(Denominator, denominator)
         tl.store(Loss, scalar(totals, 0) / denominator)
-        tl.store(Tally, tl.load(Tally) + scalar(totals, 2).to(tl.int64))
-        tl.store(Tally + 1, tl.load(Tally + 1) + scalar(totals, 3).to(tl.int64))
+        tl.store(Tally + ROWS_BEFORE, tl.load(Tally + ROWS))
         tl.store(Counter, tl.load(Counter) + 1)
         if LEARN:
             fast = tl.maximum(rate, OFFSET_RATE)

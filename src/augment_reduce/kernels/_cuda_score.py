@@ -11,6 +11,9 @@ import triton.language as tl
 
 from ._cuda_noise import SOFTMAX, about_cdf, exp
 
+FAR = tl.constexpr(40.0)  # e^40 times as many classes as there are is still far from overflow
+HIGHEST = tl.constexpr(1e30)  # of a score: what overflowed stays finite
+
 
 @triton.jit
 def multiplied(a, b, total, PRECISION: tl.constexpr):
@@ -29,7 +32,9 @@ def scores(
 ):  # fmt: skip
     """psi = hidden rows^T + bias; pull = omega (phi / Phi)(v - psi), and each row's sums over this block of classes.
 
-    `Sums` (3, blocks of S, B): sum of pull, of omega log Phi, of omega (phi / Phi)'. Softmax needs the first alone.
+    `Sums` (3, blocks of S, B): sum of pull, of omega log Phi, of omega (phi / Phi)'. Softmax, `Sums` (2, blocks, B):
+    sum of pull / e^ref, and ref, by which `Pull` is smaller, too: 0, or the block's largest log pull where that is so
+    far above v that its exponential might overflow. `finish` brings the blocks of such a row to one scale.
     """
     block_b, block_s = tl.program_id(0), tl.program_id(1)
     b = block_b * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -56,9 +61,12 @@ def scores(
     sums_at = Sums + block_s.to(tl.int64) * B + b
     if NOISE == SOFTMAX:
         v = tl.load(V + b, mask=in_b, other=0.0)
-        pull = exp(tl.minimum(psi + log_weight[None, :] - v[:, None], 60.0))
-        pull = tl.where(counts, pull, 0.0)
+        log_pull = tl.where(counts, tl.minimum(psi + log_weight[None, :] - v[:, None], HIGHEST), -float("inf"))
+        top = tl.max(log_pull, axis=1)
+        ref = tl.where(top > FAR, top, 0.0)
+        pull = exp(log_pull - ref[:, None])
         tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+        tl.store(sums_at + tl.num_programs(1).to(tl.int64) * B, ref, mask=in_b)
     else:
         pull = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
         value = tl.zeros((BLOCK_B,), dtype=tl.float32)
@@ -67,7 +75,7 @@ def scores(
         for j in tl.static_range(J):
             v = tl.load(V + b * J + j, mask=in_b, other=0.0)
             node = tl.load(NodeWeight + j)
-            log_cdf, ratio, second = about_cdf(v[:, None] - psi, Tail, NOISE)
+            log_cdf, ratio, second = about_cdf(v[:, None] - tl.minimum(psi, HIGHEST), Tail, NOISE)
             pull += node * ratio * omega
             value += node * tl.sum(log_cdf * omega, axis=1)
             bend += node * tl.sum(second * omega, axis=1)
@@ -95,8 +103,10 @@ def to_hidden(
     """Out = g (scale_b total_b - at_label_b label_rows_b), g = upstream gradient over the denominator."""
     in_b, in_d = b < B, d < D
     g = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
-    scale = g * tl.load(Scale + b, mask=in_b, other=0.0)
-    at_label = g * tl.load(AtLabel + b, mask=in_b, other=0.0)
+    scale = tl.load(Scale + b, mask=in_b, other=0.0)
+    counts = scale != 0.0  # the other rows have no gradient, even where g is not finite
+    at_label = tl.where(counts, g * tl.load(AtLabel + b, mask=in_b, other=0.0), 0.0)
+    scale = tl.where(counts, g * scale, 0.0)
     at = b.to(tl.int64)[:, None] * D + d[None, :]
     inside = in_b[:, None] & in_d[None, :]
     own = tl.load(LabelRows + at, mask=inside, other=0.0).to(tl.float32)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ._cuda_draw import ROUNDING, bits, step_key
+from ._cuda_prepare import LARGEST, SKIPPED
 
 ADAGRAD, ROWWISE, ADAM = (tl.constexpr(i) for i in range(3))
 
@@ -27,6 +28,25 @@ def sort_blocks(Classes, Label, Keys, S, n, n_classes, BLOCK: tl.constexpr):
     k = tl.where(i < S, sampled, tl.where(label >= 0, label, n_classes)).to(tl.int64)
     key = tl.where(i < n, (k << 32) | i.to(tl.int64), 0x7FFFFFFFFFFFFFFF)
     tl.store(Keys + i, tl.sort(key))
+
+
+@triton.jit
+def begin(Grad, Denominator, Scale, Steps, Go, Tally, B, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Decide whether the weights move, and tick their clock: `Go` is 1 if any row counts.
+
+    They do not where the upstream gradient is not finite (a GradScaler that overflowed); the rows are counted then.
+    """
+    n = 0
+    for start in range(0, B, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        n += tl.sum((tl.load(Scale + b, mask=b < B, other=0.0) != 0.0).to(tl.int32), axis=0)
+    upstream = 0.0
+    if not PER_ROW:
+        upstream = tl.abs(tl.load(Grad).to(tl.float32) / tl.load(Denominator))
+    go = tl.where((n > 0) & (upstream < LARGEST), 1, 0)
+    tl.store(Go, go)
+    tl.store(Steps, tl.load(Steps) + go)
+    tl.store(Tally + SKIPPED, tl.load(Tally + SKIPPED) + tl.where(upstream < LARGEST, 0, n))
 
 
 @triton.jit
@@ -143,7 +163,7 @@ def whole_chunks(Sorted, Chunks, ChunksBias, chunk, k, d, in_d, D, n, HAS_BIAS: 
 @triton.jit(do_not_specialize=["key"])
 def update(
     Sorted, Order, OfClass, OfClassBias, Chunks, ChunksBias, Hidden, AtLabel, Grad, Denominator, Weight, Bias, First,
-    Second, FirstBias, SecondBias, Last, Rate, Steps, Counter, S, D, n, n_classes, key, eps,
+    Second, FirstBias, SecondBias, Last, Rate, Steps, Go, Counter, S, D, n, n_classes, key, eps,
     log_beta1, log_beta2, rest1, rest2,
     KIND: tl.constexpr, LAZY: tl.constexpr, HAS_BIAS: tl.constexpr, PER_ROW: tl.constexpr, ROUND: tl.constexpr,
     SPLITS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -155,7 +175,7 @@ def update(
     place = tl.program_id(0)
     k = tl.load(Sorted + place)
     before = tl.load(Sorted + place - 1, mask=place > 0, other=-1)
-    if (k != before) & (k < n_classes):
+    if (k != before) & (k < n_classes) & (tl.load(Go) > 0):
         d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = d < D
         g, g_bias, more = members(
@@ -179,6 +199,8 @@ def update(
         if not PER_ROW:
             upstream = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
             g, g_bias = g * upstream, g_bias * upstream
+        g = tl.where(tl.abs(g) < LARGEST, g, 0.0)  # what is not finite, or could not be squared, moves nothing
+        g_bias = tl.where(tl.abs(g_bias) < LARGEST, g_bias, 0.0)
         row = k.to(tl.int64)
         at = row * D + d
         rate, t = tl.load(Rate), tl.load(Steps).to(tl.float32)

@@ -26,9 +26,9 @@ from ..amortised import LABEL_RATE, LARGEST_RESIDUAL, OFFSET_RATE, SLOPE_RATE
 from ..nn import _hash
 from ..nn._draw import EVERY, UNIFORM, Drawn, SharedSampler
 from ..nn._local import MEAN_RATE, REFINE_NODES, hermite
-from ..nn._plain import RowGradient
+from ..nn._plain import LARGEST, RowGradient
 from ..nn._rows import ADAM, ROWWISE, RowUpdate
-from ..nn._step import Step
+from ..nn._step import SKIPPED, Step
 from ..noise import Gumbel, Logistic, Normal, _tail_gap_coefficients
 from . import _cuda_prepare, _cuda_rows, _cuda_score, _cuda_update
 
@@ -147,7 +147,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     )  # fmt: skip
     shape = tile("scores" if noise == 0 else "noise", dtype, D)
     blocks = cdiv(max(S, S2), shape.columns)
-    sums = wide(1 if noise == 0 else 3, blocks, B)
+    sums = wide(2 if noise == 0 else 3, blocks, B)
     pull = new(B, S, dtype=dtype)
 
     def score(first: int, size: int, at: Tensor, weights: Tensor, store: bool) -> int:
@@ -173,17 +173,17 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     per_row = step.reduction == "none"
     row_loss, scale, at_label = wide(B), wide(B), wide(B)
     scaled, scale_columns = (new(B if not per_row else 0, n, dtype=dtype) for n in (D, 16))
-    reports = cdiv(B, REPORT_BLOCK)
+    reports = max(1, cdiv(B, REPORT_BLOCK))
     report = wide(reports, 16 + 3 * D)
     loss, denominator = wide(()), wide(())
     _cuda_rows.finish[(reports,)](
-        hidden, sums, psi_y, predicted, used, v, node_weight, row_weight, _or(step.index, step.target),
-        local.mean, local.label_mean, local.memory, local.visits, local.learned,
+        hidden, sums, pull, psi_y, predicted, used, v, node_weight, row_weight, label, _or(step.index, step.target),
+        local.mean, local.label_mean, local.memory, local.visits, local.learned, step.tally,
         row_loss, scale, at_label, scaled, scale_columns, report,
-        B, D, n_blocks, len(local.visits), float(step.floor or 0.0),
+        B, D, S, n_blocks, len(local.visits), float(step.floor or 0.0),
         math.log1p(LARGEST_RESIDUAL) if step.floor is None else float(step.floor),
         NOISE=noise, J=J, FLOOR=step.floor is not None, LEARN=step.learn, HAS_MEMORY=memory, SCALED=not per_row,
-        BLOCK=REPORT_BLOCK, BLOCK_D=block_d,
+        COLUMNS=shape.columns, BLOCK=REPORT_BLOCK, BLOCK_D=block_d,
     )  # fmt: skip
     _cuda_rows.learn[(cdiv(D, 32) if step.learn else 1,)](
         report, local.slope, local.offset, local.label_slope, local.mean, local.label_mean, local.learned, step.counter,
@@ -191,6 +191,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         NOISE=noise, LEARN=step.learn, MEAN=step.reduction == "mean", BLOCK=128, BLOCK_D=32,
         OFFSET_RATE=OFFSET_RATE, SLOPE_RATE=SLOPE_RATE, LABEL_RATE=LABEL_RATE, MEAN_RATE=MEAN_RATE,
     )  # fmt: skip
+    step.used = used
     saved = Saved(
         hidden, rows[:S], label_rows, classes[:S], label, pull, scale, at_label, scaled, scale_columns, denominator
     )
@@ -199,28 +200,40 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 def backward(step: Step, saved: Saved, grad: Tensor) -> tuple[Tensor, RowGradient]:
     """See nn/_step.py."""
-    saved, grad, per_row = _with_grad(step, saved, grad)
+    upstream = _with_grad(step, saved, grad)
     with torch.cuda.device_of(saved.hidden):
-        grad_hidden = _grad_hidden(step, saved, grad)
-        of_class, of_bias = _grad_rows(saved, True)
-    g = grad.new_ones(()) if per_row else (grad / saved.denominator).float()
-    own = -saved.at_label * g
-    of_class, of_bias = of_class.sum(0), of_bias.sum(0)
-    values = torch.cat([of_class * g, own[:, None] * saved.hidden.float()])
-    kept = torch.cat([torch.ones_like(saved.classes, dtype=torch.bool), saved.label >= 0])
-    every = torch.cat([saved.classes, saved.label.to(torch.int64)])
-    return grad_hidden, RowGradient(every[kept], values[kept], torch.cat([of_bias * g, own])[kept])
+        grad_hidden = _grad_hidden(step, upstream.for_hidden, upstream.grad)
+        of_class, of_bias = _grad_rows(upstream.for_hidden, True)
+    return grad_hidden, _row_gradient(upstream, upstream.for_hidden, of_class, of_bias)
 
 
-def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """See nn/_step.py."""
     assert step.update is not None
-    saved, grad, per_row = _with_grad(step, saved, grad)
+    upstream = _with_grad(step, saved, grad)
+    if upstream.per_row:
+        step.tally[SKIPPED] += ((upstream.for_rows.scale == 0.0) & (saved.scale != 0.0) & (grad != 0.0)).sum()
     with torch.cuda.device_of(saved.hidden):
-        grad_hidden = _grad_hidden(step, saved, grad)
-        of_class, of_bias = _grad_rows(saved, bias is not None)
-        _update(step, step.update, saved, grad, per_row, of_class, of_bias, weight, bias)
+        grad_hidden = _grad_hidden(step, upstream.for_hidden, upstream.grad)
+        of_class, of_bias = _grad_rows(upstream.for_rows, bias is not None)
+        if weight is None:  # frozen, the biases alone move
+            rows = _row_gradient(upstream, upstream.for_rows, of_class, of_bias)
+            step.update.apply_(None, bias, rows, step.key, step.counter[0])
+        else:
+            _update(step, step.update, upstream, of_class, of_bias, weight, bias)
     return grad_hidden
+
+
+def _row_gradient(upstream: _Upstream, saved: Saved, of_class: Tensor, of_bias: Tensor) -> RowGradient:
+    """The gradient by the touched rows as plain torch has it."""
+    g = upstream.grad.new_ones(()) if upstream.per_row else (upstream.grad / saved.denominator).float()
+    own = -saved.at_label * g
+    of_class, of_bias = of_class.sum(0), of_bias.sum(0)
+    counts = saved.scale != 0.0
+    values = torch.cat([of_class * g, own[:, None] * torch.where(counts[:, None], saved.hidden.float(), 0.0)])
+    kept = torch.cat([torch.ones_like(saved.classes, dtype=torch.bool), counts])
+    every = torch.cat([saved.classes, saved.label.to(torch.int64)])
+    return RowGradient(every[kept], values[kept], torch.cat([of_bias * g, own])[kept])
 
 
 def sort_touched(classes: Tensor, label: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
@@ -290,18 +303,36 @@ def _sampler_args(step: Step, main: _Plan, second: _Plan) -> _SamplerArgs:
     return _SamplerArgs((certain, cumulative, *given), sizes)
 
 
-def _with_grad(step: Step, saved: Saved, grad: Tensor) -> tuple[Saved, Tensor, bool]:
-    """With reduction "none" each row has its own upstream gradient, which goes into the rows' scales."""
+class _Upstream(NamedTuple):
+    """What comes from above, and what is saved with it: with reduction "none" it is in the rows' scales already.
+
+    `for_rows` leaves out the rows whose upstream gradient is not finite; `for_hidden` hands it on.
+    """
+
+    for_hidden: Saved
+    for_rows: Saved
+    grad: Tensor
+    per_row: bool
+
+
+def _with_grad(step: Step, saved: Saved, grad: Tensor) -> _Upstream:
     grad = grad.contiguous()
     if step.reduction != "none":
-        return saved, grad, False
+        return _Upstream(saved, saved, grad, False)
     g = grad.float()
-    scale = saved.scale * g
-    scaled = (saved.hidden.float() * scale[:, None]).to(saved.pull.dtype)
+    usable = (saved.scale * g).abs() < LARGEST
+    finite = torch.where(usable, g, 0.0)
+    return _Upstream(_scaled_by(saved, g), _scaled_by(saved, finite), g, True)
+
+
+def _scaled_by(saved: Saved, g: Tensor) -> Saved:
+    """With each row's upstream gradient in its scale; rows that do not count have 0, whatever g is."""
+    counts = saved.scale != 0.0
+    scale, at_label = torch.where(counts, saved.scale * g, 0.0), torch.where(counts, saved.at_label * g, 0.0)
+    scaled = (torch.where(counts[:, None], saved.hidden.float(), 0.0) * scale[:, None]).to(saved.pull.dtype)
     columns = torch.zeros(len(g), 16, dtype=saved.pull.dtype, device=g.device)
     columns[:, 0] = scale
-    at_label = saved.at_label * g
-    return saved._replace(scale=scale, at_label=at_label, scaled=scaled, scale_columns=columns), g, True
+    return saved._replace(scale=scale, at_label=at_label, scaled=scaled, scale_columns=columns)
 
 
 def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
@@ -344,14 +375,18 @@ def _grad_rows(saved: Saved, has_bias: bool) -> tuple[Tensor, Tensor]:
 
 
 def _update(
-    step: Step, rule: RowUpdate, saved: Saved, grad: Tensor, per_row: bool, of_class: Tensor, of_bias: Tensor,
-    weight: Tensor, bias: Tensor | None,
+    step: Step, rule: RowUpdate, upstream: _Upstream, of_class: Tensor, of_bias: Tensor, weight: Tensor,
+    bias: Tensor | None,
 ) -> None:  # fmt: skip
+    saved, grad, per_row = upstream.for_rows, upstream.grad, upstream.per_row
     (K, D), S = weight.shape, len(saved.classes)
     if not weight.is_contiguous():
         raise ValueError("Expected contiguous weights for the head's own row optimiser; call .contiguous() on them.")
     ordered, order = sort_touched(saved.classes, saved.label, K)
-    rule.steps.add_(1)
+    go = torch.empty(1, dtype=torch.int32, device=weight.device)
+    _cuda_update.begin[(1,)](
+        grad, saved.denominator, saved.scale, rule.steps, go, step.tally, len(saved.scale), PER_ROW=per_row, BLOCK=1024
+    )
     n, splits, has_bias = len(ordered), len(of_class), bias is not None
     chunks, chunks_bias = (torch.empty(n // CHUNK, size, device=weight.device) for size in (D, 1))
     sum_block = _block_d(D, 128)
@@ -366,7 +401,7 @@ def _update(
     _cuda_update.update[(n, cdiv(D, block_d))](
         ordered, order, of_class, of_bias, chunks, chunks_bias, saved.hidden, saved.at_label, grad, saved.denominator,
         weight, _or(bias, weight), rule.first, rule.second, rule.first_bias, rule.second_bias, rule.last, rule.rate,
-        rule.steps, step.counter, S, D, n, K, step.key, rule.eps,
+        rule.steps, go, step.counter, S, D, n, K, step.key, rule.eps,
         math.log(beta1), math.log(beta2), 1.0 - beta1, 1.0 - beta2,
         KIND=rule.kind, LAZY=rule.lazy, HAS_BIAS=has_bias, PER_ROW=per_row, ROUND=weight.dtype == torch.bfloat16,
         SPLITS=splits, FEW=UPDATE_FEW, CHUNK=CHUNK, BLOCK_D=block_d,

@@ -50,6 +50,19 @@ def flat_rows(name: str, value: Tensor, hidden: Tensor, weight: Tensor, *, integ
     return value.reshape(-1)
 
 
+def check_sample_weight(sample_weight: Tensor) -> None:
+    """Finite and not negative. On a GPU such rows are left out and counted instead: the host need not wait."""
+    if sample_weight.device.type != "cpu":
+        return
+    bad = ~((sample_weight >= 0.0) & sample_weight.isfinite())
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"Expected sample_weight to be finite and not negative, but {int(bad.sum())} of {len(bad)} are not; first "
+            f"at row {row}: {float(sample_weight[row])}. A weight of 0 leaves a row out."
+        )
+
+
 def check_weight(weight: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError(

@@ -14,7 +14,9 @@ meeting a frequent class twice. Nothing here costs O(K) after construction, and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,19 +75,32 @@ class SharedSampler(Kept):
         self.kind = KINDS[self.name]
         self.n_classes = n_classes
         _check_size(n_classes, n_sampled_classes)
-        certain, cumulative = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        certain = torch.zeros(0, dtype=torch.int64, device="cpu")
+        cumulative = torch.zeros(0, dtype=torch.float64, device="cpu")
         if self.kind == EVERY:
             n_sampled_classes = n_classes
-            certain = torch.arange(n_classes)
+            certain = torch.arange(n_classes, device="cpu")
         elif self.kind != UNIFORM:
             q = frequencies(_checked_counts(class_counts, n_classes, self.name), power, uniform_share)
             if self.kind == STRATA:
                 certain = torch.from_numpy(certain_classes(q, n_sampled_classes))
                 q[certain.numpy()] = 0.0
             cumulative = torch.from_numpy(np.cumsum(q))
-        self.n_sampled, self.n_certain = n_sampled_classes, len(certain)
-        buffer(self, "certain", certain.to(device), saved=False)
-        buffer(self, "cumulative", cumulative.to(device), saved=False)
+        self.n_sampled = n_sampled_classes
+        device = torch.get_default_device() if device is None else device
+        buffer(self, "certain", certain.to(device), saved=self.kind != EVERY)
+        buffer(self, "cumulative", cumulative.to(device))
+        self._tables = (certain, cumulative) if self.is_meta else None  # until there is memory to copy them to
+
+    @property
+    def n_certain(self) -> int:
+        """How many classes, the first of each draw, are always in it."""
+        return len(self.certain)
+
+    def reset_buffers(self) -> None:
+        if self._tables is not None:
+            self.certain.copy_(self._tables[0]), self.cumulative.copy_(self._tables[1])
+            self._tables = None
 
     def n_drawn(self, stream: int) -> int:
         """How many classes a draw of this stream has: |S|, or for the second sample about half of what varies in it."""
@@ -112,8 +127,63 @@ class SharedSampler(Kept):
         log_weight[self.n_certain :] = torch.log(total / (n * (self.cumulative[classes] - below))).float()
         return Drawn(torch.cat([self.certain, classes]), log_weight)
 
+    def get_extra_state(self) -> Tensor:
+        """What a draw depends on beside the tables, as bytes."""
+        recipe = f"{self.name} {self.n_sampled} {self.n_classes}"
+        return torch.tensor(list(recipe.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        found = bytes(state.tolist()).decode().split()
+        expected = bytes(self.get_extra_state().tolist()).decode().split()
+        if found != expected:
+            raise ValueError(
+                f"Expected the state of a head with class_sampling={self.name!r}, n_sampled_classes={self.n_sampled} "
+                f"and {self.n_classes} classes, found {' '.join(found)!r}: its draws would be others than those of the "
+                "training that it continues. Construct the head with the settings of the state."
+            )
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """The state's tables replace those of the constructor: a resumed training draws as it did."""
+        found = {name: state_dict.get(prefix + name) for name in ("certain", "cumulative")}
+        if self.kind == EVERY:
+            found.pop("certain")
+        if prefix + "_extra_state" in state_dict:  # before the tables: a recipe says more than a size that is wrong
+            self.set_extra_state(state_dict[prefix + "_extra_state"])
+            for name, table in found.items():
+                if isinstance(table, Tensor) and table.shape != getattr(self, name).shape:
+                    setattr(self, name, getattr(self, name).new_empty(table.shape))
+            _check_tables(found, self.n_classes, self.n_sampled)
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        if self._tables is not None and not self.is_meta:
+            self._tables = None
+        if len(missing) < len(found) + 1:  # some, not all: a state that is not whole
+            missing_keys.extend(missing)
+        elif found:
+            warnings.warn(
+                "This state was saved without the tables of its class sampler; the head keeps its own. Its draws are "
+                "those of the saved training only if class_counts and n_sampled_classes are the same.",
+                stacklevel=2,
+            )
+
     def extra_repr(self) -> str:
         return f"{self.name}, {self.n_sampled} of {self.n_classes}, {self.n_certain} of them always"
+
+
+def _check_tables(tables: Mapping[str, Tensor | None], n_classes: int, n_sampled: int) -> None:
+    """ValueError where a state's tables are not what a draw may index with. Reads them: O(K), once a load."""
+    certain, cumulative = tables.get("certain"), tables.get("cumulative")
+    if certain is not None and len(certain):
+        inside = certain.dtype == torch.int64 and certain.ndim == 1 and len(certain) <= n_sampled
+        if not inside or int(certain.min()) < 0 or int(certain.max()) >= n_classes:
+            raise ValueError(f"Expected sampler.certain to hold at most {n_sampled} classes below {n_classes}.")
+    if cumulative is not None and len(cumulative):
+        grows = len(cumulative) == n_classes and bool((cumulative[1:] >= cumulative[:-1]).all())
+        if not grows or not bool(torch.isfinite(cumulative).all()) or not float(cumulative[-1]) >= 0.0:
+            raise ValueError(f"Expected sampler.cumulative to hold {n_classes} growing, finite numbers.")
 
 
 def _resolve(class_sampling: str | ClassSampler | None, has_counts: bool) -> str:

@@ -27,7 +27,7 @@ def mix(x: Tensor) -> Tensor:
 
 def seed_key(seed: int) -> int:
     """The 64-bit seed as a 32-bit key: done once, on the host."""
-    low, high = torch.tensor(seed & MASK), torch.tensor((seed >> 32) & MASK)
+    low, high = (torch.tensor(part & MASK, device="cpu") for part in (seed, seed >> 32))
     return int(mix(mix(low) ^ high))
 
 

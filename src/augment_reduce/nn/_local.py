@@ -81,17 +81,25 @@ class Local(Kept):
         self.softmax = type(noise) is Gumbel
         Q = 1 if self.softmax else 2
         size = n_rows if mode == "persistent" and n_rows is not None else 0
-        for name, value in (
-            ("slope", torch.zeros(Q, in_features)),
-            ("offset", torch.tensor(first_guess(noise, n_classes), dtype=torch.float32)),
-            ("label_slope", torch.zeros(Q)),
-            ("mean", torch.zeros(in_features)),
-            ("label_mean", torch.zeros(1)),
-            ("learned", torch.zeros(1, dtype=torch.int64)),
-            ("memory", torch.zeros(Q, size)),
-            ("visits", torch.zeros(size, dtype=torch.int32)),
+        with torch.device("cpu"):  # whatever the default device is
+            self._first_guess = first_guess(noise, n_classes)
+        for name, shape, dtype in (
+            ("slope", (Q, in_features), torch.float32),
+            ("offset", (Q,), torch.float32),
+            ("label_slope", (Q,), torch.float32),
+            ("mean", (in_features,), torch.float32),
+            ("label_mean", (1,), torch.float32),
+            ("learned", (1,), torch.int64),
+            ("memory", (Q, size), torch.float32),
+            ("visits", (size,), torch.int32),
         ):
-            buffer(self, name, value.to(device))
+            buffer(self, name, torch.zeros(shape, dtype=dtype, device=device))
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        for value in self.buffers(recurse=False):
+            value.zero_()
+        self.offset.copy_(torch.tensor(self._first_guess, device="cpu"))
 
     @property
     def n_parts(self) -> int:
@@ -147,7 +155,7 @@ class Local(Kept):
         the three rates sum to less than 2. `seen` (B,) is 0 for rows to leave out.
         """
         with torch.no_grad():
-            rho = residuals(self.softmax, predicted, used, slope, bend, floor) * seen
+            rho = torch.where(seen > 0, residuals(self.softmax, predicted, used, slope, bend, floor), 0.0)
             n = seen.sum().clamp_min(1.0)
             rate = torch.clamp(1.0 / (self.learned + 1.0), min=MEAN_RATE)
             centred, label = hidden - self.mean.to(hidden.dtype), psi_y - self.label_mean.to(psi_y.dtype)
@@ -159,7 +167,7 @@ class Local(Kept):
             if not self.softmax:
                 label_energy = (seen * label * label).sum().clamp_min(1e-12)
                 self.label_slope += LABEL_RATE * (rho @ label) / label_energy
-            self.learned += 1
+            self.learned += (seen > 0).any()
             if self.mode == "persistent" and index is not None:
                 self.remember(index, used, slope, bend, seen)
 

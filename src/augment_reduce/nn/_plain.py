@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..noise import Gumbel, Noise
 
-LARGEST_LOG = 60.0  # e^60 is far beyond sense and far from overflow
-TINY = 1e-37
+LARGEST_LOG = 60.0  # of a term e^x of a sum that nothing bounds (floor=None): e^60 is far from overflow
+LARGEST = 1e15  # of a score, a feature or a gradient that takes part in a step: its square is far from overflow
 
 
 class Objective(NamedTuple):
@@ -84,19 +84,18 @@ def _softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, c: Ten
 
     `floor`: c is kept above log Z~ - floor, Z~ = e^{psi_y} + sum omega_k e^{psi_k} from this very sample, so that no
     row counts more than e^floor times what it should. Where that acts the gradient is no longer unbiased.
+    log Z~ is taken relative to the row's largest term, so that it is exact however far c is from it.
     """
-    pull = psi.add_(log_weight.to(psi.dtype)).sub_(c[:, None]).clamp_(max=LARGEST_LOG).exp_().masked_fill_(own, 0.0)
-    total, own_share = pull.sum(dim=1), torch.exp((psi_y - c).clamp(max=LARGEST_LOG))
-    slope = torch.log((total + own_share).clamp_min(TINY))
-    floored = torch.zeros_like(c, dtype=torch.bool)
-    if floor is not None:
-        floored = slope > floor
-        shrink = torch.exp((floor - slope).clamp(max=0.0))
-        if pull.device.type != "cpu" or bool(floored.any()):  # a pass over (B, S) for nothing, most of the time
-            pull.mul_(shrink[:, None])
-        total, own_share, c = total * shrink, own_share * shrink, c - torch.log(shrink)
-    bound = 1.0 - c + psi_y - own_share - total
-    return Objective(bound, pull, 1.0 - own_share, slope, torch.zeros_like(slope), floored)
+    terms = psi.add_(log_weight.to(psi.dtype)).masked_fill_(own, -torch.inf)
+    top = torch.maximum(terms.amax(dim=1), psi_y)
+    pull = terms.sub_(top[:, None]).exp_()
+    slope = top - c + torch.log(pull.sum(dim=1) + torch.exp(psi_y - top))
+    raised = torch.zeros_like(c) if floor is None else (slope - floor).clamp_min(0.0)
+    c = c + raised
+    pull.mul_(torch.exp((top - c).clamp(max=LARGEST_LOG))[:, None])
+    own_share = torch.exp((psi_y - c).clamp(max=LARGEST_LOG))
+    bound = 1.0 - c + psi_y - own_share - pull.sum(dim=1)
+    return Objective(bound, pull, 1.0 - own_share, slope, torch.zeros_like(slope), raised > 0.0)
 
 
 def _any_noise(
@@ -129,13 +128,17 @@ def _any_noise(
     return Objective(bound, pull, lift, slope, bend, floored)
 
 
-def gradients(
-    hidden: Tensor, rows: Tensor, label_rows: Tensor, classes: Tensor, target: Tensor, pull: Tensor, lift: Tensor,
-    scale: Tensor,
-) -> tuple[Tensor, RowGradient]:  # fmt: skip
-    """Gradient of sum_b scale_b (-L_b) by `hidden` (B, D) and by the touched weight rows (S + B of them)."""
+def gradient_of_hidden(pull: Tensor, lift: Tensor, rows: Tensor, label_rows: Tensor, scale: Tensor) -> Tensor:
+    """Gradient of sum_b scale_b (-L_b) by `hidden` (B, D); rows of scale 0 have none, whatever else they hold."""
+    found = (pull @ rows).sub_(lift[:, None] * label_rows).mul_(scale[:, None])
+    return found.masked_fill_((scale == 0.0)[:, None], 0.0)
+
+
+def gradient_of_rows(
+    hidden: Tensor, classes: Tensor, target: Tensor, pull: Tensor, lift: Tensor, scale: Tensor
+) -> RowGradient:
+    """Gradient of sum_b scale_b (-L_b) by the touched weight rows (S + B of them)."""
     at_label = lift * scale
-    grad_hidden = (pull @ rows).mul_(scale[:, None]).sub_(at_label[:, None] * label_rows)
     by_class = pull.T @ (hidden * scale[:, None])
     values = torch.cat([by_class, at_label[:, None] * -hidden])
-    return grad_hidden, RowGradient(torch.cat([classes, target]), values, torch.cat([pull.T @ scale, -at_label]))
+    return RowGradient(torch.cat([classes, target]), values, torch.cat([pull.T @ scale, -at_label]))

@@ -1,4 +1,4 @@
-"""The head's own row optimiser: one step on every touched weight row, inside the backward pass.
+"""The head's weight rows: their first values, and one step of its own optimiser on every touched row.
 
     "adagrad"            s <- s + g^2                                w <- w - rate g / (sqrt(s) + eps)
     "rowwise-adagrad"    s_k <- s_k + mean of g_kd^2 over g_kd != 0  the same, with one s for a row of weights
@@ -13,14 +13,18 @@ probability equal to the part that is cut off, so that steps smaller than their 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..noise import Gumbel, Logistic, Noise
 from ..optim import Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from . import _hash
-from ._plain import RowGradient
+from ._plain import LARGEST, RowGradient
 from ._state import Kept, buffer
 
 ADAGRAD, ROWWISE, ADAM = 0, 1, 2
@@ -28,6 +32,27 @@ KINDS: dict[type[RowOptimizer], int] = {Adagrad: ADAGRAD, RowwiseAdagrad: ROWWIS
 NAMES: dict[str, type[Adagrad] | type[RowwiseAdagrad] | type[Adam]] = {
     "adagrad": Adagrad, "rowwise-adagrad": RowwiseAdagrad, "adam": Adam,
 }  # fmt: skip
+
+
+def on_host(class_counts: Tensor | np.ndarray) -> np.ndarray:
+    """(K,) float64; checked where it is used."""
+    values = class_counts.detach().cpu().numpy() if isinstance(class_counts, Tensor) else class_counts
+    return np.asarray(values, dtype=np.float64)
+
+
+@torch.no_grad()
+def first_weights(noise: Noise, weight: Tensor, bias: Tensor | None, counts: np.ndarray | None, seed: int) -> None:
+    """Weights as in torch.nn.Linear, made where they live: 10^7 x 512 of them are more than a host may have.
+
+    Biases: log frequencies where these are known and the model's scores are on that scale, else 0.
+    """
+    reach = 1.0 / math.sqrt(weight.shape[1])
+    weight.uniform_(-reach, reach, generator=torch.Generator(weight.device).manual_seed(seed))
+    if bias is None:
+        return
+    bias.zero_()
+    if counts is not None and isinstance(noise, Gumbel | Logistic):
+        bias.copy_(torch.from_numpy(np.log((counts + 1.0) / (counts.mean() + 1.0))))
 
 
 class RowUpdate(Kept):
@@ -54,12 +79,15 @@ class RowUpdate(Kept):
         self.name = rule.name
         self.eps = rule.eps
         self.beta1, self.beta2 = (rule.beta1, rule.beta2) if isinstance(rule, Adam) else (0.0, 0.0)
+        # What is moved, by name; a head checks that these are still its parameters. A plain dict: not its children.
+        self.follows: dict[str, Any] = {"weight": weight, "bias": bias}
+        self._learning_rate, self._n_weights = float(rule.learning_rate), weight.numel()
         K, device = len(weight), weight.device
         dtype = torch.promote_types(weight.dtype, torch.float32)
         matrix = weight.shape if self.kind != ROWWISE else (K,)
         biases = K if bias is not None else 0
         adam = self.kind == ADAM
-        buffer(self, "rate", torch.full((1,), float(rule.learning_rate), device=device))
+        buffer(self, "rate", torch.full((1,), self._learning_rate, device=device))
         buffer(self, "steps", torch.zeros(1, dtype=torch.int64, device=device))
         buffer(self, "first", torch.zeros(matrix, dtype=dtype, device=device))
         buffer(self, "second", torch.zeros(weight.shape if adam else (0,), dtype=dtype, device=device))
@@ -67,20 +95,28 @@ class RowUpdate(Kept):
         buffer(self, "second_bias", torch.zeros(biases if adam else 0, dtype=dtype, device=device))
         buffer(self, "last", torch.zeros(K if self.lazy else 0, dtype=torch.int32, device=device))
 
+    def reset_buffers(self) -> None:
+        for value in self.buffers(recurse=False):
+            value.zero_()
+        self.rate.fill_(self._learning_rate)
+
     @torch.no_grad()
-    def apply_(self, weight: Tensor, bias: Tensor | None, grad: RowGradient, key: int, counter: Tensor) -> None:
-        """One step on the rows in `grad`; plain torch, `kernels/cuda.py` does the same in one pass."""
+    def apply_(self, weight: Tensor | None, bias: Tensor | None, grad: RowGradient, key: int, counter: Tensor) -> None:
+        """One step on the rows in `grad`; plain torch, `kernels/cuda.py` does the same in one pass.
+
+        `weight` or `bias` None: not moved, because it is frozen or because there is none.
+        """
         self.steps += 1
         touched, slot = torch.unique(grad.classes, return_inverse=True)
-        g = grad.values.new_zeros(len(touched), weight.shape[1]).index_add_(0, slot, grad.values)
-        decay = self._decay(touched)
-        moved = weight[touched].to(self.first.dtype) - self._move(g, touched, self.first, self.second, decay)
-        weight[touched] = rounded(moved, weight.dtype, _hash.step_key(key, counter, _hash.ROUNDING), touched)
+        random, decay = _hash.step_key(key, counter, _hash.ROUNDING), self._decay(touched)
+        if weight is not None:
+            g = grad.values.new_zeros(len(touched), weight.shape[1]).index_add_(0, slot, grad.values)
+            moved = weight[touched].to(self.first.dtype) - self._move(g, touched, self.first, self.second, decay)
+            weight[touched] = rounded(moved, weight.dtype, random, touched)
         if bias is not None:
             g = grad.bias.new_zeros(len(touched)).index_add_(0, slot, grad.bias)
             move = self._move(g, touched, self.first_bias, self.second_bias, decay)
-            random = _hash.step_key(key, counter, _hash.ROUNDING)
-            at = touched + weight.numel()  # places after those of the weights
+            at = touched + self._n_weights  # places after those of the weights
             bias[touched] = rounded((bias[touched].to(move.dtype) - move)[:, None], bias.dtype, random, at)[:, 0]
         if self.lazy:
             self.last[touched] = self.steps.to(torch.int32)
@@ -90,8 +126,12 @@ class RowUpdate(Kept):
         return (self.steps - self.last[touched]) if self.lazy else torch.ones_like(touched)
 
     def _move(self, g: Tensor, touched: Tensor, first: Tensor, second: Tensor, decay: Tensor) -> Tensor:
-        """Update the states of the touched rows; return what to subtract from their weights."""
+        """Update the states of the touched rows; return what to subtract from their weights.
+
+        A gradient that is not finite, or too large to be squared, does not move its weight.
+        """
         g = g.to(first.dtype)
+        g = torch.where(g.abs() < LARGEST, g, 0.0)
         if self.kind == ADAM:
             n = decay.to(g.dtype).reshape(-1, *[1] * (g.ndim - 1))
             m = first[touched] * self.beta1**n + (1.0 - self.beta1) * g

@@ -15,7 +15,7 @@ from ..noise import Gumbel, Noise, resolve_noise
 from ..sampler import ClassSampler
 from . import _hash, _predict
 from ._backend import backend_for
-from ._checks import check_hidden, check_reduction, check_weight, flat_rows
+from ._checks import check_hidden, check_reduction, check_sample_weight, check_weight, flat_rows
 from ._draw import Drawn, SharedSampler
 from ._local import Local
 from ._step import BoundLoss, Step
@@ -70,8 +70,8 @@ def linear_augment_reduce(
         local=local,
         key=_hash.seed_key(int(torch.randint(2**63 - 1, (), generator=generator))),
         counter=torch.zeros(1, dtype=torch.int64, device=weight.device),
-        tally=torch.zeros(4, dtype=torch.int64, device=weight.device),
-        sample_weight=_optional("sample_weight", sample_weight, hidden, weight),
+        tally=torch.zeros(8, dtype=torch.int64, device=weight.device),
+        sample_weight=_weights("sample_weight", sample_weight, hidden, weight),
         parts=_given_parts(noise, log_normalizer, hidden, weight),
         floor=floor,
         ignore_index=ignore_index,
@@ -120,18 +120,27 @@ def log_normalizer(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def log_prob(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, model: str | Noise = "softmax"
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    model: str | Noise = "softmax",
+    ignore_index: int = -100,
 ) -> Tensor:
-    """log p(target | hidden), exact for every model, over all K classes in blocks. No gradient."""
+    """log p(target | hidden), exact for every model, over all K classes in blocks; 0 where the target is
+    `ignore_index`. No gradient."""
     _checked(hidden, weight, bias)
     y = flat_rows("target", target, hidden, weight, integer=True)
-    bad = (y < 0) | (y >= len(weight))
+    counts = y != ignore_index
+    bad = counts & ((y < 0) | (y >= len(weight)))
     if bool(bad.any()):
         raise ValueError(
-            f"Expected targets in [0, n_classes={len(weight)}), but {int(bad.sum())} of {len(y)} are outside; "
-            f"first: {int(y[bad][0])}."
+            f"Expected targets in [0, n_classes={len(weight)}) or ignore_index={ignore_index}, but {int(bad.sum())} of "
+            f"{len(y)} are outside; first: {int(y[bad][0])}."
         )
-    return _predict.log_prob(resolve_noise(model), _rows(hidden), weight, bias, y).reshape(target.shape)
+    found = _predict.log_prob(resolve_noise(model), _rows(hidden), weight, bias, torch.where(counts, y, 0))
+    return torch.where(counts, found, 0.0).reshape(target.shape)
 
 
 def topk(
@@ -153,8 +162,12 @@ def _checked(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_hidden(hidden, weight)
 
 
-def _optional(name: str, value: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor | None:
-    return None if value is None else flat_rows(name, value, hidden, weight, integer=False)
+def _weights(name: str, value: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    rows = flat_rows(name, value, hidden, weight, integer=False)
+    check_sample_weight(rows)
+    return rows
 
 
 def _given_parts(noise: Noise, guess: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor | None:
@@ -169,5 +182,5 @@ def _given_parts(noise: Noise, guess: Tensor | None, hidden: Tensor, weight: Ten
 
 
 def _shaped(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    loss = BoundLoss.apply(_rows(hidden), weight, bias, None, step, backend_for(step, hidden, weight))
+    loss = BoundLoss.apply(_rows(hidden), weight, bias, step, backend_for(step, hidden, weight))
     return loss.reshape(hidden.shape[:-1]) if step.reduction == "none" else loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,17 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..noise import Gumbel, Logistic, Noise, resolve_noise
+from ..noise import Gumbel, Noise, resolve_noise
 from ..optim import RowOptimizer
 from ..sampler import ClassSampler
 from . import _hash, _predict
 from ._backend import backend_for
-from ._checks import check_hidden, check_reduction, flat_rows
+from ._checks import check_hidden, check_reduction, check_sample_weight, flat_rows
 from ._draw import SharedSampler
+from ._guards import check_may_move
 from ._local import SECOND_SHARE, Local
-from ._rows import RowUpdate
-from ._state import Kept, buffer
-from ._step import BoundLoss, Step, out_of_range
+from ._recompute import Calls
+from ._rows import RowUpdate, first_weights, on_host
+from ._state import Clock
+from ._step import BAD_TARGET, BAD_TARGETS, BAD_WEIGHTS, FLOORED, ROWS, SKIPPED, BoundLoss, Step, out_of_range
 
 BOUND_NODES = 20  # Gauss-Hermite nodes where the bound is reported rather than trained on
 
@@ -43,7 +45,9 @@ class AugmentReduceHead(nn.Module):
       every call) or "fresh", corrected by a second sample;
     - `optimizer`: None gives weight and bias row-sparse gradients (`sparse_grad=False`: dense ones), for a torch
       optimiser of yours. "adagrad", "rowwise-adagrad", "adam" or an object of `augment_reduce.optim` lets the backward
-      pass itself move the touched rows, once per call of backward; keep weight and bias out of your optimiser then;
+      pass itself move the touched rows, once a step. Their `.grad` stays None, so that a torch optimiser that is given
+      them leaves them alone; `requires_grad_(False)` freezes them. Rows that are not finite, and steps whose upstream
+      gradient is not, move nothing: `skipped_rows` counts them, and a RuntimeWarning says so;
     - `floor`: a safeguard against a local parameter that is far too low for its row: no row's negative part counts more
       than e^floor times what it should. Where it acts the gradient is biased; `floored_share` says how often. None is
       off, 0 is sampled softmax;
@@ -51,8 +55,6 @@ class AugmentReduceHead(nn.Module):
     - `debug`: check targets at every call on a GPU too, which makes the host wait for it;
     - `generator`: a CPU generator, for the first weights and for the seed of all later draws.
     """
-
-    tally: Tensor
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class AugmentReduceHead(nn.Module):
         self.noise = resolve_noise(model)
         self.reduction, self.ignore_index, self.floor = reduction, ignore_index, floor
         self.sparse_grad, self.debug = sparse_grad, debug
+        device = torch.get_default_device() if device is None else torch.device(device)
         size = min(n_classes, 1024) if n_sampled_classes is None else n_sampled_classes
         self.sampler = SharedSampler(n_classes, size, class_sampling, class_counts, device=device)
         every = self.sampler.n_certain == n_classes  # the second sample is exact then
@@ -100,24 +103,65 @@ class AugmentReduceHead(nn.Module):
             self.noise, in_features, n_classes, local, n_rows=n_rows, n_nodes=n_nodes, device=device,
             second_share=1.0 if every else SECOND_SHARE,
         )  # fmt: skip
-        kept = optimizer is None  # autograd's business, or the row optimiser's
-        seed = torch.randint(2**63 - 1, (2,), generator=generator)
-        first = _first_weights(self.noise, (n_classes, in_features), bias, class_counts, int(seed[1]), device, dtype)
-        self.weight = nn.Parameter(first[0], requires_grad=kept)
-        self.bias = nn.Parameter(first[1], requires_grad=kept) if first[1] is not None else None
+        seed = torch.randint(2**63 - 1, (2,), generator=generator, device="cpu").tolist()
+        self._weight_seed = seed[1]
+        self._class_counts = None if class_counts is None else on_host(class_counts)
+        self.weight = nn.Parameter(torch.empty(n_classes, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n_classes, device=device, dtype=dtype)) if bias else None
         self.optimizer = RowUpdate(optimizer, learning_rate, self.weight, self.bias) if optimizer is not None else None
-        self.clock = _Clock(seed[:1], device)
-        self._key: int | None = _hash.seed_key(int(seed[0]))
+        self.clock = Clock(seed[0], device)
+        self._key: int | None = _hash.seed_key(seed[0])
+        self._calls, self._skipped_told = Calls(), 0
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All that training changes as it was in the beginning: weights, biases, local parameters, optimiser, clock."""
+        for part in (self.sampler, self.local, self.optimizer, self.clock):
+            if part is not None and not part.is_meta:
+                part.reset_buffers()
+        self._key, self._skipped_told = _hash.seed_key(self.clock.first_seed), 0
+        if not self.weight.is_meta:
+            first_weights(self.noise, self.weight, self.bias, self._class_counts, self._weight_seed)
 
     def forward(
-        self, hidden: Tensor, target: Tensor, index: Tensor | None = None, sample_weight: Tensor | None = None
+        self, hidden: Tensor, target: Tensor, *, index: Tensor | None = None, sample_weight: Tensor | None = None
     ) -> Tensor:
         """The training loss: minus the bound, reduced. hidden (..., D), target (...), index (...) numbers of training
         rows for "persistent", sample_weight (...). A target equal to `ignore_index` leaves its row out; "mean" divides
-        by the weights of the rows that count (0 where none does)."""
+        by the weights of the rows that count (0 where none does). A row of hidden that is not finite has the loss NaN
+        and moves nothing."""
         check_hidden(hidden, self.weight)
+        step = self._step(hidden, target, index, sample_weight)
+        repeated = self._calls.repeated(hidden, target) if self.training else None
+        if repeated is not None:  # by torch.utils.checkpoint
+            step.counter = step.counter - (self._calls.number - repeated.number)
+            step.tally = torch.zeros_like(step.tally)
+            step.parts, step.learn = repeated.used, step.learn and not repeated.learned
+        backend = backend_for(step, hidden, self.weight)
+        loss = BoundLoss.apply(hidden.reshape(-1, self.in_features), self.weight, self.bias, step, backend)
+        if repeated is None:
+            self._calls.add(hidden, target, step, self.training)
+        if step.skipped is not None:
+            step.skipped()
+        if self.debug:
+            self.check_targets()
+        return loss.reshape(target.shape) if self.reduction == "none" else loss
+
+    def _step(self, hidden: Tensor, target: Tensor, index: Tensor | None, sample_weight: Tensor | None) -> Step:
+        """What is to be done with these rows."""
         training = self.training and torch.is_grad_enabled()
-        step = Step(
+        moves = training and self.optimizer is not None and self._is_trainable()
+        if moves:
+            assert self.optimizer is not None
+            check_may_move(self, self.optimizer.follows)
+        weights = (
+            None
+            if sample_weight is None
+            else flat_rows("sample_weight", sample_weight, hidden, self.weight, integer=False)
+        )
+        if weights is not None:
+            check_sample_weight(weights)
+        return Step(
             noise=self.noise,
             target=flat_rows("target", target, hidden, self.weight, integer=True),
             sampler=self.sampler,
@@ -125,41 +169,42 @@ class AugmentReduceHead(nn.Module):
             key=self.key,
             counter=self.clock.counter,
             tally=self.clock.tally,
-            sample_weight=self._rows_or_none("sample_weight", sample_weight, hidden, integer=False),
+            sample_weight=weights,
             index=self._checked_index(index, hidden),
             floor=self.floor,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             learn=training,
             sparse=self.sparse_grad,
-            update=self.optimizer if training else None,
+            update=self.optimizer if moves else None,
+            gives_weight_gradients=self.optimizer is None,
+            skipped=self._say_skipped if self.weight.device.type == "cpu" else None,
         )
-        rows = hidden.reshape(-1, self.in_features)
-        # With the head's own optimiser no parameter asks for a gradient; the anchor keeps the backward pass alive.
-        anchor = torch.zeros((), requires_grad=True) if step.update is not None else None
-        backend = backend_for(step, hidden, self.weight)
-        loss = BoundLoss.apply(rows, self.weight, self.bias, anchor, step, backend)
-        if self.debug:
-            self.check_targets()
-        return loss.reshape(target.shape) if self.reduction == "none" else loss
+
+    def _is_trainable(self) -> bool:
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
     def log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """log p(target | hidden), exact, (...): over all classes, in blocks. No gradient."""
-        y = self._checked_target(hidden, target)
-        return _predict.log_prob(self.noise, self._flat(hidden), self.weight, self.bias, y).reshape(target.shape)
+        """log p(target | hidden), exact, (...): over all classes, in blocks; 0 where the target is `ignore_index`.
+        No gradient."""
+        y, counts = self._checked_target(hidden, target)
+        found = _predict.log_prob(self.noise, self._flat(hidden), self.weight, self.bias, y)
+        return torch.where(counts, found, 0.0).reshape(target.shape)
 
     @torch.no_grad()
     def log_prob_bound(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> Tensor:
         """The bound on `log_prob` that training goes by, with every class in it: how much is lost to the local step.
 
-        "fresh" uses what is deterministic of it, the prediction that the second sample would correct.
+        "fresh" uses what is deterministic of it, the prediction that the second sample would correct. 0 where the
+        target is `ignore_index`.
         """
-        y = self._checked_target(hidden, target)
+        y, counts = self._checked_target(hidden, target)
         h = _predict.in_float(self._flat(hidden), self.weight)
         psi_y, _ = _predict.label_scores(h, self.weight, self.bias, y)
         parts = self.local.recall(self.local.predict(h, psi_y), self._checked_index(index, hidden))
         nodes = self.local.nodes(parts, self.key, self.clock.counter[0], BOUND_NODES)
-        return _predict.bound(self.noise, h, self.weight, self.bias, y, nodes).reshape(target.shape)
+        found = _predict.bound(self.noise, h, self.weight, self.bias, y, nodes)
+        return torch.where(counts, found, 0.0).reshape(target.shape)
 
     def log_normalizer(self, hidden: Tensor) -> Tensor:
         """log sum_k e^{psi_k}, exact, (...); softmax only."""
@@ -183,8 +228,14 @@ class AugmentReduceHead(nn.Module):
     @property
     def floored_share(self) -> float:
         """The share of training rows on which `floor` acted, so far. Waits for the device."""
-        seen, floored = self.clock.tally[:2].tolist()
-        return floored / max(1, seen)
+        tally = self.clock.tally.tolist()
+        return tally[FLOORED] / max(1, tally[ROWS])
+
+    @property
+    def skipped_rows(self) -> int:
+        """How many rows moved nothing because their hidden values, their scores or the gradient that came from above
+        were not finite (or beyond 1e15). Waits for the device."""
+        return int(self.clock.tally[SKIPPED])
 
     @property
     def key(self) -> int:
@@ -200,12 +251,42 @@ class AugmentReduceHead(nn.Module):
         self.optimizer.rate.fill_(learning_rate)
 
     def check_targets(self) -> None:
-        """Raise if a target since the last check was out of range. On a GPU such rows are left out when they occur and
-        reported here: at log_prob, topk, train(), eval(), state_dict(), or at every call with `debug=True`."""
-        count, example = self.clock.tally[2:].tolist()
-        if count:
-            self.clock.tally[2:] = 0
-            raise ValueError(out_of_range(self.n_classes, count, example, self.ignore_index))
+        """Raise if a target or a sample weight since the last check was out of range. On a GPU such rows are left out
+        when they occur and reported here: at log_prob, topk, train(), eval(), or at every call with `debug=True`;
+        state_dict() warns. Warns of rows that were skipped, too."""
+        if self.clock.is_meta:
+            return
+        self._say_skipped()
+        problem = self._bad_input()
+        if problem is not None:
+            self.clock.tally[BAD_TARGETS : BAD_TARGET + 1] = 0
+            self.clock.tally[BAD_WEIGHTS] = 0
+            raise ValueError(problem)
+
+    def _bad_input(self) -> str | None:
+        tally = self.clock.tally.tolist()
+        if tally[BAD_TARGETS]:
+            return out_of_range(self.n_classes, tally[BAD_TARGETS], tally[BAD_TARGET], self.ignore_index)
+        if tally[BAD_WEIGHTS]:
+            return (
+                f"Expected sample_weight to be finite and not negative, but {tally[BAD_WEIGHTS]} were not. A weight of "
+                "0 leaves a row out."
+            )
+        return None
+
+    def _say_skipped(self) -> None:
+        """A warning with the number of rows skipped since the last one."""
+        count = self.skipped_rows
+        new, self._skipped_told = count - self._skipped_told, count
+        if new > 0:
+            warnings.warn(
+                f"{new} rows were skipped: their hidden values, their scores or the gradient of the loss were not "
+                "finite, or beyond 1e15. They moved neither weights nor local parameters. If it happens again, look "
+                "for what overflows in the network: a lower learning rate, gradient clipping, bfloat16 in place of "
+                "float16.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def train(self, mode: bool = True) -> AugmentReduceHead:
         self.check_targets()
@@ -224,7 +305,10 @@ class AugmentReduceHead(nn.Module):
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_targets()
+        """As of any module. Bad targets of a GPU are a warning here: a checkpoint must not fail because of them."""
+        problem = None if self.clock.is_meta else self._bad_input()
+        if problem is not None:
+            warnings.warn(f"{problem} Such rows were left out; train() and check_targets() raise.", stacklevel=2)
         return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -236,23 +320,45 @@ class AugmentReduceHead(nn.Module):
                 f"in_features={weight.shape[1]}, n_classes={weight.shape[0]}."
             )
         self._key = None  # the seed is in the state, and may be another
+        self._calls, self._skipped_told = Calls(), 0
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """The head's optimizer moves the parameters that are registered, also those given later (a tied weight)."""
+        super().register_parameter(name, param)
+        self._follow()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        followed = self._is_followed()
+        result = super()._apply(fn, recurse)
+        if followed:
+            self._follow()  # `to_empty` on another kind of device makes new parameters
+        return result
+
+    def _follow(self) -> None:
+        optimizer = self._modules.get("optimizer")
+        if isinstance(optimizer, RowUpdate):
+            optimizer.follows = {"weight": self._parameters["weight"], "bias": self._parameters["bias"]}
+
+    def _is_followed(self) -> bool:
+        return self.optimizer is not None and all(
+            self._parameters.get(name) is parameter for name, parameter in self.optimizer.follows.items()
+        )
 
     def _flat(self, hidden: Tensor) -> Tensor:
         return hidden.reshape(-1, self.in_features)
 
-    def _checked_target(self, hidden: Tensor, target: Tensor) -> Tensor:
+    def _checked_target(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(labels, which of them count): a target equal to `ignore_index` is label 0 and does not count."""
         check_hidden(hidden, self.weight)
         self.check_targets()
         y = flat_rows("target", target, hidden, self.weight, integer=True)
-        bad = (y < 0) | (y >= self.n_classes)
+        counts = y != self.ignore_index
+        bad = counts & ((y < 0) | (y >= self.n_classes))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(out_of_range(self.n_classes, int(bad.sum()), int(y[row]), self.ignore_index, row))
-        return y
-
-    def _rows_or_none(self, name: str, value: Tensor | None, hidden: Tensor, *, integer: bool) -> Tensor | None:
-        return None if value is None else flat_rows(name, value, hidden, self.weight, integer=integer)
+        return torch.where(counts, y, 0), counts
 
     def _checked_index(self, index: Tensor | None, hidden: Tensor) -> Tensor | None:
         if self.local.mode != "persistent":
@@ -270,37 +376,3 @@ class AugmentReduceHead(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.n_classes}, model={self.noise.name!r}, bias={self.bias is not None}"
-
-
-class _Clock(Kept):
-    """Where a head is in its random numbers, and what it has counted (see `Step.tally`)."""
-
-    counter: Tensor
-    seed: Tensor
-    tally: Tensor
-
-    def __init__(self, seed: Tensor, device: torch.device | str | None) -> None:
-        super().__init__()
-        buffer(self, "counter", torch.zeros(1, dtype=torch.int64, device=device))
-        buffer(self, "seed", seed.to(device))
-        buffer(self, "tally", torch.zeros(4, dtype=torch.int64, device=device))
-
-
-def _first_weights(
-    noise: Noise, shape: tuple[int, int], bias: bool, class_counts: Tensor | np.ndarray | None, seed: int,
-    device: torch.device | str | None, dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Weights as in torch.nn.Linear, made where they live: 10^7 x 512 of them are more than a host may have.
-
-    Biases: log frequencies where these are known and the model's scores are on that scale, else 0.
-    """
-    weight = torch.empty(shape, device=device, dtype=dtype)
-    reach = 1.0 / math.sqrt(shape[1])
-    if weight.device.type != "meta":
-        weight.uniform_(-reach, reach, generator=torch.Generator(weight.device).manual_seed(seed))
-    if not bias:
-        return weight, None
-    if class_counts is None or not isinstance(noise, Gumbel | Logistic):
-        return weight, torch.zeros(shape[0], device=device, dtype=dtype)
-    counts = torch.as_tensor(np.asarray(torch.as_tensor(class_counts).cpu()), dtype=torch.float64) + 1.0
-    return weight, torch.log(counts / counts.mean()).to(device=device, dtype=weight.dtype)
