@@ -207,7 +207,9 @@ else:
         target = torch.randint(50, (256,), generator=rng(2)).to(DEVICE)
 
         def step():
-            return torch.autograd.grad(head(hidden, target), hidden)[0]
+            hidden.grad = None
+            head(hidden, target).backward()
+            return hidden.grad
 
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

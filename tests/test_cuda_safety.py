@@ -115,7 +115,7 @@ if INTERPRETED or torch.cuda.is_available():
         """Sums of exponentials that float32 cannot hold, in several blocks of classes."""
         every = {"class_sampling": "all", "n_sampled_classes": K, "optimizer": None, "sparse_grad": False}
         ours, theirs = on_both(faults.far_logits, monkeypatch, {**every, **options}, scale=scale)
-        assert_same(ours, theirs, rtol=1e-6 * max(20.0, scale))  # e^(psi - c), both of the size of scale
+        assert_same(ours, theirs, rtol=4e-6 * max(5.0, scale))  # e^(psi - c), both a few times scale
         if options:  # c is exact then
             torch.testing.assert_close(ours["loss"], ours["exact"], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(ours["gradient"], ours["exact gradient"], rtol=1e-4, atol=1e-5 * scale)

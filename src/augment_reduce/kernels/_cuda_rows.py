@@ -56,9 +56,9 @@ def collect_exponentials(Sums, b, in_b, B, n_blocks):
     for start in range(0, n_blocks, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
         mask = (i < n_blocks)[:, None] & in_b[None, :]
-        at = Sums + i.to(tl.int64)[:, None] * B + b[None, :]
-        own_ref = tl.load(at + n_blocks.to(tl.int64) * B, mask=mask, other=0.0)
-        total += tl.sum(tl.load(at, mask=mask, other=0.0) * tl.exp(own_ref - ref[None, :]), axis=0)
+        own_ref = tl.load(Sums + (n_blocks + i).to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
+        pulls = tl.load(Sums + i.to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
+        total += tl.sum(pulls * tl.exp(own_ref - ref[None, :]), axis=0)
     return ref, total
 
 

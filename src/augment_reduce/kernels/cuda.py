@@ -198,11 +198,13 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     return (row_loss if per_row else loss), saved
 
 
-def backward(step: Step, saved: Saved, grad: Tensor) -> tuple[Tensor, RowGradient]:
+def backward(step: Step, saved: Saved, grad: Tensor, with_rows: bool = True) -> tuple[Tensor, RowGradient | None]:
     """See nn/_step.py."""
     upstream = _with_grad(step, saved, grad)
     with torch.cuda.device_of(saved.hidden):
         grad_hidden = _grad_hidden(step, upstream.for_hidden, upstream.grad)
+        if not with_rows:
+            return grad_hidden, None
         of_class, of_bias = _grad_rows(upstream.for_hidden, True)
     return grad_hidden, _row_gradient(upstream, upstream.for_hidden, of_class, of_bias)
 
@@ -385,7 +387,16 @@ def _update(
     ordered, order = sort_touched(saved.classes, saved.label, K)
     go = torch.empty(1, dtype=torch.int32, device=weight.device)
     _cuda_update.begin[(1,)](
-        grad, saved.denominator, saved.scale, rule.steps, go, step.tally, len(saved.scale), PER_ROW=per_row, BLOCK=1024
+        grad,
+        saved.denominator,
+        saved.scale,
+        rule.steps,
+        go,
+        step.tally,
+        len(saved.scale),
+        PER_ROW=per_row,
+        BLOCK=min(4096, next_power_of_2(len(saved.scale))),
+        num_warps=8,
     )
     n, splits, has_bias = len(ordered), len(of_class), bias is not None
     chunks, chunks_bias = (torch.empty(n // CHUNK, size, device=weight.device) for size in (D, 1))

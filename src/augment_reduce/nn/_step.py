@@ -145,10 +145,10 @@ def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 @torch.no_grad()
-def backward(step: Step, saved: Saved, grad: Tensor) -> tuple[Tensor, RowGradient]:
-    """Gradients of the loss times `grad` by the hidden rows, and by the touched weight rows."""
+def backward(step: Step, saved: Saved, grad: Tensor, with_rows: bool = True) -> tuple[Tensor, RowGradient | None]:
+    """Gradients of the loss times `grad` by the hidden rows, and by the touched weight rows where they are wanted."""
     scale = _row_scale(saved, grad)
-    return _of_hidden(saved, scale), _of_rows(saved, scale)
+    return _of_hidden(saved, scale), _of_rows(saved, scale) if with_rows else None
 
 
 @torch.no_grad()
@@ -211,9 +211,9 @@ def _labels_and_weights(step: Step, n_classes: int, dtype: torch.dtype) -> tuple
             return target, torch.ones(len(target), dtype=dtype)
     else:
         step.tally[BAD_TARGETS] += bad.sum()
-        step.tally[BAD_TARGET] = torch.where(
-            bad.any(), torch.where(bad, target, torch.iinfo(torch.int64).min).amax(), step.tally[BAD_TARGET]
-        )
+        lowest = torch.iinfo(torch.int64).min
+        largest_bad = torch.cat([torch.where(bad, target, lowest), target.new_full((1,), lowest)]).amax()
+        step.tally[BAD_TARGET] = torch.where(bad.any(), largest_bad, step.tally[BAD_TARGET])
     counts = counts & ~bad
     if step.sample_weight is None:
         return torch.where(counts, target, 0), counts.to(dtype)
@@ -268,10 +268,11 @@ class BoundLoss(torch.autograd.Function):
                 moved = [p.detach() if want else None for p, want in zip((weight, bias), wanted, strict=True)]
                 grad_hidden = ctx.backend.backward_and_update(step, saved, grad, *moved)
             else:
-                grad_hidden, rows = ctx.backend.backward(step, saved, grad)
-                if wanted[0] and step.gives_weight_gradients:
+                with_rows = step.gives_weight_gradients and any(wanted)
+                grad_hidden, rows = ctx.backend.backward(step, saved, grad, with_rows)
+                if with_rows and wanted[0]:
                     of_weight = _as_gradient(rows.classes, rows.values, weight, step.sparse)
-                if wanted[1] and step.gives_weight_gradients:
+                if with_rows and wanted[1]:
                     of_bias = _as_gradient(rows.classes, rows.bias, bias, step.sparse)
             grad_hidden = grad_hidden.to(ctx.dtype)
         if step.skipped is not None:
