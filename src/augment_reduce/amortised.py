@@ -27,8 +27,10 @@ from . import bounds
 from .bounds import Exponentials
 from .gaussian import gaussian_nodes, newton_move, newton_slopes
 from .kernels.rows import DenseRows, Rows
+from .layout import Entry, Layout
 from .local import Clock, LocalState, LocalStep
 from .noise import Gumbel, Noise
+from .ranges import MOST_NODES, check_number
 from .sampler import Minibatch, Sampled
 
 OFFSET_RATE, SLOPE_RATE, LABEL_RATE = 0.3, 0.7, 0.5  # together below 2: see `Amortised.learn`
@@ -55,8 +57,21 @@ class Amortised(LocalStep):
     amortises: ClassVar[bool] = True
     remembers: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        if self.floor is not None:
+            check_number("floor", self.floor, 0.0)
+        check_number("n_nodes", self.n_nodes, 1, MOST_NODES, whole=True)
+
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         return {}  # of the size of the features, not of the rows: made at the first step
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        parts, one = Entry("weights", ("Q",)), Entry("weights", (1,))
+        return ({
+            "start": parts, "offset": parts, "slope": Entry("weights", ("Q", "D")), "label_slope": parts,
+            "label_mean": one, "learned": Entry("int64", (1,), 0, 2**53),
+        },)  # fmt: skip
 
     def unvisited(self, state: LocalState, rows: Tensor) -> Tensor:
         return torch.zeros(len(rows), dtype=torch.bool)

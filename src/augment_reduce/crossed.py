@@ -21,8 +21,9 @@ from torch import Tensor
 
 from . import bounds
 from .gaussian import fit_gaussian, gaussian_nodes
-from .local import Clock, LocalState, LocalStep
+from .local import MOST_MOVES, Clock, LocalState, LocalStep
 from .noise import Gumbel, Noise
+from .ranges import MOST_NODES, check_number
 from .sampler import Half, Minibatch, Sampled
 
 SMALLEST = 1e-30  # eta in units of the largest term of both halves: what is below is no less hopeless, and finite
@@ -49,6 +50,8 @@ class CrossFitted(LocalStep):
     def __post_init__(self) -> None:
         if self.floor is not None and not self.floor >= 0.0:
             raise ValueError(f"Expected floor to be None or a number from 0 up, found {self.floor}.")
+        check_number("n_moves", self.n_moves, 1, MOST_MOVES, whole=True)
+        check_number("n_nodes", self.n_nodes, 1, MOST_NODES, whole=True)
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         return {}

@@ -26,10 +26,15 @@ from torch import Tensor
 from . import bounds
 from .bounds import Exponentials, Nodes, log_eta_tilde
 from .gaussian import fit_gaussian, gaussian_nodes, newton_move
+from .layout import MOST_VISITS, Entry, Layout
 from .noise import Logistic, Noise, Normal
+from .ranges import MOST_NODES, check_number
 from .sampler import Minibatch, Sampled
 
 LocalState = dict[str, Tensor]
+VISITS = Entry("int32", ("N",), 0, MOST_VISITS)
+MOST_MOVES = 1000
+SMALLEST_POSITIVE = float(np.finfo(np.float32).tiny)
 
 
 class Clock(NamedTuple):
@@ -60,6 +65,12 @@ class StepSize:
     power: float = 0.9
     counts: str = "visits"  # "visits" | "epoch" | "iteration"
 
+    def __post_init__(self) -> None:
+        check_number("scale", self.scale, 0.0)
+        check_number("power", self.power, 0.0)
+        if self.counts not in ("visits", "epoch", "iteration"):
+            raise ValueError(f"Expected counts to be 'visits', 'epoch' or 'iteration', found {self.counts!r}.")
+
     def at(self, visits: Tensor, clock: Clock, dtype: torch.dtype) -> Tensor:
         if self.counts == "visits":
             return self.scale * (1.0 + visits.to(dtype)) ** -self.power
@@ -82,6 +93,11 @@ class LocalStep:
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         raise TypeError(f"{type(self).__name__} does not say its state.")
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        """What a state may look like in a model file; none: it is not checked there."""
+        return ()
 
     def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
         """First visit: set q from classes drawn for that alone."""
@@ -159,6 +175,10 @@ class NaturalGradient(LocalStep):
             "log_eta": torch.full((n_rows,), math.log(2.0), dtype=dtype),
             "visits": torch.zeros(n_rows, dtype=torch.int32),
         }
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        return ({"log_eta": Entry("weights", ("N",)), "visits": VISITS},)
 
     def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
         state["log_eta"][rows] = log_eta_tilde(gap, log_weight)
@@ -261,6 +281,10 @@ class Reparameterised(LocalStep):
             "visits": torch.zeros(n_rows, dtype=torch.int32),
         }
 
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        return ({"mu": Entry("weights", ("N",)), "gamma": Entry("weights", ("N",)), "visits": VISITS},)
+
     def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
         """A Gaussian fitted to the classes just sampled, as q's first location and scale."""
         mu, precision = fit_gaussian(noise, gap, log_weight)
@@ -330,12 +354,21 @@ class Newton(LocalStep):
     n_nodes: int = 5
     n_moves: int = 1
 
+    def __post_init__(self) -> None:
+        check_number("n_nodes", self.n_nodes, 1, MOST_NODES, whole=True)
+        check_number("n_moves", self.n_moves, 1, MOST_MOVES, whole=True)
+
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         return {
             "mu": torch.zeros(n_rows, dtype=dtype),
             "precision": torch.ones(n_rows, dtype=dtype),
             "visits": torch.zeros(n_rows, dtype=torch.int32),
         }
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        positive = Entry("weights", ("N",), SMALLEST_POSITIVE)
+        return ({"mu": Entry("weights", ("N",)), "precision": positive, "visits": VISITS},)
 
     def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
         state["mu"][rows], state["precision"][rows] = fit_gaussian(noise, gap, log_weight, n_nodes=self.n_nodes)

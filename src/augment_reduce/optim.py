@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from .memory import zeros
+from .ranges import check_number
 
 SECTION4, ADAGRAD, ROWWISE_ADAGRAD, ADAM, SECTION4_EVERY_ENTRY = range(5)  # from ADAM on: two states
 PRIOR_NONE, PRIOR_UNBIASED, PRIOR_TOUCHED = 0, 1, 2
+MOST_DECAYS = 2**16  # of a rate that are multiplied one at a time; those that follow at once
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,12 @@ class SectionFour(RowOptimizer):
     first_kappa_one: bool = False
     every_entry: bool = False
 
+    def __post_init__(self) -> None:
+        check_number("learning_rate", self.learning_rate, 0.0)
+        check_number("kappa", self.kappa, 0.0, 1.0)
+        check_number("decay", self.decay, 0.0, 1.0)
+        check_number("decay_every", self.decay_every, 1, whole=True)
+
     @property
     def kind(self) -> int:
         return SECTION4_EVERY_ENTRY if self.every_entry else SECTION4
@@ -149,12 +157,13 @@ class SectionFour(RowOptimizer):
 
     def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
         decays = turns // self.decay_every
-        rates = np.full(decays.max() + 1, self.decay)
+        one_by_one = np.minimum(decays, MOST_DECAYS)
+        rates = np.full(one_by_one.max() + 1, self.decay)
         rates[0] = self.learning_rate
         rates = np.multiply.accumulate(rates)  # multiplied one at a time: bit-equal to the authors' loop
         kappa = np.where(turns == 1, 1.0, self.kappa) if self.first_kappa_one else self.kappa
         t = turns.astype(np.float64)
-        return rates[decays] * t ** (-0.5 + 1e-16), kappa, t, 0.0
+        return rates[one_by_one] * self.decay ** (decays - one_by_one) * t ** (-0.5 + 1e-16), kappa, t, 0.0
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         rho, kappa, _, _ = self.scalars(t)
@@ -189,6 +198,9 @@ class Adagrad(RowOptimizer):
     bias_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        check_number("learning_rate", self.learning_rate, 0.0)
+        check_number("eps", self.eps, 0.0)
+        check_number("begin", self.begin, 0, whole=True)
         if not 0.0 < self.bias_scale < math.inf:
             raise ValueError(f"Expected bias_scale to be a finite number above 0, found {self.bias_scale}.")
         if self.half_after is not None and not self.half_after > 0.0:
@@ -228,6 +240,10 @@ class RowwiseAdagrad(RowOptimizer):
     learning_rate: float = 0.1
     eps: float = 1e-10
 
+    def __post_init__(self) -> None:
+        check_number("learning_rate", self.learning_rate, 0.0)
+        check_number("eps", self.eps, 0.0)
+
     def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
         return self.learning_rate, self.eps, 0.0, 0.0
 
@@ -254,6 +270,12 @@ class Adam(RowOptimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_number("learning_rate", self.learning_rate, 0.0)
+        for name in ("beta1", "beta2"):
+            check_number(name, getattr(self, name), 0.0, 1.0 - 2.0**-24)
+        check_number("eps", self.eps, 0.0)
 
     def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
         t = turns.astype(np.float64)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.alike import Alike
+from ..layout import Layout
 
 DrawWithoutReplacement = Callable[..., Tensor]  # (uniforms (B, S), n, labels (B,) | None) -> (B, S)
 
@@ -133,6 +134,11 @@ class ClassSampler:
     def kept(self) -> dict[str, Tensor]:
         """What has to be there again for training to go on exactly; saved with the model."""
         return {}
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        """What `kept` may look like in a model file; none: it is not checked there."""
+        return ()
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
         """Take up what an earlier fit `kept`, after `bind`. `same_rows`: row n is still row n."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..layout import Entry, Layout
 from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled
 from .fixed import HeadAndTail
 
@@ -57,6 +58,13 @@ class HardNegativeCache(HeadAndTail):
 
     def kept(self) -> dict[str, Tensor]:
         return {"remembered": self.remembered, "heat": self.heat, "total": self.total}
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        return ({
+            "remembered": Entry("int32", ("N", "M"), 0, "K"), "heat": Entry("float32", ("N", "M"), 0.0),
+            "total": Entry("float64", (1,), 0.0),
+        },)  # fmt: skip
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
         if same_rows and kept.keys() == self.kept().keys() and kept["heat"].shape[1] == self.memory:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..layout import Entry, Layout
 from ..seeds import many_uniforms
 from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled, halved
 from .fixed import _Frequency
@@ -93,6 +94,13 @@ class Conditional(_Frequency):
             "bias": bias,
             "after": torch.tensor([self.refreshed_after]),
         }
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        return ({
+            "weight": Entry("weights", ("C", "D")), "bias": Entry("weights", ("C",)),
+            "part": Entry("int32", ("K",), 0, "C", all_occur=True), "after": Entry("int64", (1,), 0, 2**53),
+        },)  # fmt: skip
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
         if kept.keys() == {"part", "weight", "bias", "after"} and len(kept["part"]) == self.n_classes:

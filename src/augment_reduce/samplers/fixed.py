@@ -25,6 +25,8 @@ from .base import (
     whole,
 )  # fmt: skip
 
+LARGEST_POWER = 16.0  # beyond it the counts of large data overflow
+
 
 class UniformPerRow(ClassSampler):
     """The paper's sampler: |S| of the K-1 others for every row, without replacement, in O(B |S|) memory."""
@@ -83,8 +85,8 @@ class _Frequency(ClassSampler):
         super().__init__()
         if not 0.0 <= uniform_share <= 1.0:
             raise ValueError(f"Expected uniform_share in [0, 1], found {uniform_share}.")
-        if not (math.isfinite(power) and power >= 0.0):
-            raise ValueError(f"Expected a power of the class frequency >= 0, found {power}.")
+        if not 0.0 <= power <= LARGEST_POWER:
+            raise ValueError(f"Expected a power of the class frequency from 0 to {LARGEST_POWER:g}, found {power}.")
         self.power, self.uniform_share = power, uniform_share
 
     def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:

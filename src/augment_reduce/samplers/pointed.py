@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.rows import SparseRows
+from ..layout import Entry, Layout
 from .base import ClassSampler, DrawWithoutReplacement, Half, Minibatch, Sampled
 from .fixed import HeadAndTail
 
@@ -82,6 +83,18 @@ class FeaturePointed(HeadAndTail):
 
     def kept(self) -> dict[str, Tensor]:
         return {name: torch.from_numpy(getattr(self, name)) for name in KEPT}
+
+    @classmethod
+    def layouts(cls) -> tuple[Layout, ...]:
+        studied = {
+            "listed": Entry("int32", ("D?listed", "P"), -1, "K"), "counts": Entry("float32", ("D?listed", "P"), 0.0),
+            "seen": Entry("float64", ("D?listed",), 0.0),
+        }  # fmt: skip
+        weights = {
+            "heavy": Entry("int32", ("D?heavy", "P"), -1, "K"), "heavy_weight": Entry("float32", ("D?heavy", "P"), 0.0),
+            "since": Entry("int64", (1,), 0, 2**53),
+        }  # fmt: skip
+        return studied, studied | weights  # older files have no weights listed
 
     def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
         if {"listed", "counts", "seen"} <= kept.keys() and kept["listed"].shape[1] == self.per_feature:
