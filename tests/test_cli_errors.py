@@ -1,15 +1,17 @@
 """The command line when something is wrong, and as a program of its own."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cli_files import done, draw, fill, one_label, refused, run, svmlight
+from cli_files import QUICK, done, draw, fill, one_label, refused, run, svmlight
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce._version import __version__
@@ -55,6 +57,65 @@ def test_a_folder_that_may_not_be_written(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", forbidden)
     assert "Read-only" in refused("fit", place / "train.svm", "-o", tmp_path / "m")
+
+
+def test_names_of_any_legal_length_are_written_and_longer_ones_refused_before_training(place, tmp_path, monkeypatch):
+    data, longest = place / "train.svm", tmp_path / ("m" * 255)
+    done("fit", data, "-o", longest, *QUICK)
+    assert AugmentReduceClassifier.load(longest).n_iter_ > 0
+    assert os.listdir(tmp_path) == [longest.name]
+    monkeypatch.setattr(AugmentReduceClassifier, "fit", None)
+    assert "too long" in refused("fit", data, "-o", tmp_path / ("m" * 256))
+    os.mkfifo(tmp_path / "pipe")
+    assert "FIFO" in refused("fit", data, "-o", tmp_path / "pipe")
+    assert "is a folder" in refused("fit", data, "-o", "")
+
+
+def test_room_for_the_model_is_asked_for_before_training(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(AugmentReduceClassifier, "fit", None)
+    monkeypatch.setattr("augment_reduce.atomic._free_bytes", lambda folder: 100)
+    message = refused("fit", place / "train.svm", "-o", tmp_path / "m", code=1)
+    assert "No space left on device" in message
+    assert str(tmp_path / "m") in message
+
+
+def test_a_model_that_cannot_be_written_where_it_should_is_written_elsewhere(place, tmp_path, monkeypatch):
+    """The disk is full when training has ended: the model is not lost."""
+    real, output = AugmentReduceClassifier.save, tmp_path / "full" / "m.safetensors"
+    output.parent.mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def save(self, path):
+        if Path(path).parent.name == "full":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(self, path)
+
+    monkeypatch.setattr(AugmentReduceClassifier, "save", save)
+    (tmp_path / "m-rescued.safetensors").write_text("another file")
+    message = refused("fit", place / "train.svm", "-o", output, *QUICK, code=1)
+    assert f"{output}: No space left on device." in message
+    rescued = tmp_path / "m-rescued1.safetensors"
+    assert str(rescued) in message
+    assert AugmentReduceClassifier.load(rescued).classes_.tolist() == ["c0", "c1", "c2", "c3", "c4", "c5"]
+    assert (tmp_path / "m-rescued.safetensors").read_text() == "another file"
+
+    def nowhere(self, path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(AugmentReduceClassifier, "save", nowhere)
+    assert "the model is lost" in refused("fit", place / "train.svm", "-o", output, *QUICK, code=1)
+
+
+def test_predictions_may_go_to_a_device_or_a_pipe(place, tmp_path):
+    arguments = ("predict", place / "one.safetensors", place / "test.svm", "-o")
+    done(*arguments, "/dev/null")
+    assert Path("/dev/null").is_char_device()
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as other:
+        read = other.submit((tmp_path / "pipe").read_text)
+        done(*arguments, tmp_path / "pipe", "--layout", "csv")
+        assert read.result().startswith("row,rank,class,probability\n")
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 def test_model_files_that_are_none(place, tmp_path):

@@ -55,7 +55,7 @@ class DemoData:
 
 def run(output_dir: Path, *, seed: int = 0, n_jobs: int | None = None, quick: bool = False) -> dict[str, Any]:
     """The whole demo; what it prints is also returned, as numbers."""
-    from .cli.commands import check_output
+    from .cli.writing import check_output, save_model
 
     output_dir.mkdir(parents=True, exist_ok=True)
     model_path, picture_path = output_dir / "model.safetensors", output_dir / "bound.png"
@@ -68,7 +68,7 @@ def run(output_dir: Path, *, seed: int = 0, n_jobs: int | None = None, quick: bo
     say_how_good(console, data, results)
     say_predictions(console, model, data)
     draw(picture_path, model, looks)
-    model.save(model_path)
+    save_model(model, model_path)
     say_how_to_go_on(console, model_path, picture_path)
     return results
 

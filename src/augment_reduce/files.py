@@ -2,56 +2,35 @@
 
 The header holds `format`, `version`, `description` (JSON: parameters, clock, names of things) and `sha256`, which
 covers the description and the bytes of every tensor. A file that was cut off, edited or written by another format
-version is refused with a sentence that says so.
+version is refused with a sentence that says so. The checksum finds damage, not intent: anybody can compute it, so
+`saving` checks what the file says all the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 import json
 import os
-import tempfile
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from .atomic import replaced_atomically
+from .tensor_file import DTYPES, TensorFileError, parse_json, read_file, save_file
 
 FORMAT = "augment-reduce model"
 FORMAT_VERSION = 1
+NUMBER_DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
+TEXT_DTYPE = re.compile(r"[<>|=]?U\d{1,9}|[|]?O")
 
 
 class ModelFileError(ValueError):
     """A model file that cannot be trusted or read."""
-
-
-@contextlib.contextmanager
-def replaced_atomically(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`; it takes the place of `path` only if the body ends well.
-
-    The new bytes are on the disk before the name changes, so a crash at any moment leaves the old file or the new one.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {path.parent} to write {path.name} to; make it first.")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def save_model(path: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -64,7 +43,7 @@ def save_model(path: str | os.PathLike[str], description: dict[str, Any], tensor
         "description": text,
         "sha256": fingerprint(text, contiguous),
     }
-    with replaced_atomically(Path(path)) as temporary:
+    with replaced_atomically(path) as temporary:
         save_file(contiguous, temporary, metadata=header)
 
 
@@ -74,11 +53,8 @@ def load_model(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
     if not path.is_file():
         raise FileNotFoundError(f"No model file at {path}.")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            # Cloned: as they lie in the file they are not aligned, and a product of them may round otherwise.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, ValueError, OSError) as error:
+        header, tensors = read_file(path)
+    except TensorFileError as error:
         raise ModelFileError(
             f"{path} is not a whole model file: {error}. It may have been cut off or be of another kind; "
             "save the model again."
@@ -89,15 +65,22 @@ def load_model(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
         )
     if header.get("version") != str(FORMAT_VERSION):
         raise ModelFileError(
-            f"{path} has format version {header.get('version')!r}; this release reads version {FORMAT_VERSION}. "
-            "Load it with the release that wrote it, or fit and save again."
+            f"{path} has format version {header.get('version', '')[:20]!r}; this release reads version "
+            f"{FORMAT_VERSION}. Load it with the release that wrote it, or fit and save again."
         )
-    if header.get("sha256") != fingerprint(header.get("description", ""), tensors):
+    text = header.get("description", "")
+    if not text.isascii() or header.get("sha256") != fingerprint(text, tensors):
         raise ModelFileError(
             f"The checksum of {path} does not match its contents: it was changed after it was saved. "
             "Restore it from a copy, or fit and save again."
         )
-    return json.loads(header["description"]), tensors
+    try:
+        description = parse_json(text)
+    except ValueError as error:
+        raise ModelFileError(f"{path}: description: expected JSON, found other text ({error}).") from None
+    if not isinstance(description, dict):
+        raise ModelFileError(f"{path}: description: expected a table of entries, found a {type(description).__name__}.")
+    return description, tensors
 
 
 def fingerprint(text: str, tensors: dict[str, Tensor]) -> str:
@@ -105,18 +88,22 @@ def fingerprint(text: str, tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode("utf-8", "backslashreplace"))
         if tensor.numel():
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
+# ---- names ----
+
+
 def pack_names(prefix: str, names: np.ndarray) -> dict[str, Tensor]:
     """Class or feature names as tensors: numbers as they are, text as UTF-8 bytes and where each name ends."""
     if names.dtype.kind in "biuf":
-        numbers = names.astype(np.uint8) if names.dtype.kind == "b" else names
-        if numbers.dtype.kind == "u" and numbers.dtype != np.uint8:
-            numbers = numbers.astype(np.int64)
+        stored = _stored_dtype(names.dtype)
+        if stored is None:
+            raise ValueError(f"Names of dtype {names.dtype} cannot be saved; make the labels float64 before fit.")
+        numbers = names.astype(str(stored).removeprefix("torch."))  # in this machine's byte order
         return {f"{prefix}.values": torch.from_numpy(np.ascontiguousarray(numbers))}
     strings = [name for name in names.tolist() if isinstance(name, str)]
     if len(strings) != len(names):
@@ -130,11 +117,49 @@ def pack_names(prefix: str, names: np.ndarray) -> dict[str, Tensor]:
     return {f"{prefix}.text": torch.from_numpy(blob), f"{prefix}.ends": torch.from_numpy(ends)}
 
 
+def _stored_dtype(dtype: np.dtype) -> torch.dtype | None:
+    """How numbers of that dtype are stored: as they are, or bool and unsigned ones as whole numbers of torch's."""
+    if dtype.kind == "b":
+        return torch.uint8
+    if dtype.kind == "u" and dtype.itemsize > 1:
+        return torch.int64
+    return DTYPES.get(f"{dtype.kind.upper()}{8 * dtype.itemsize}")
+
+
 def unpack_names(prefix: str, tensors: dict[str, Tensor], dtype: str) -> np.ndarray:
-    """The array that `pack_names` was given, with its numpy dtype."""
+    """The array that `pack_names` was given, with its numpy dtype (of text the kind). ValueError, naming the entry, for
+    tensors that it cannot have written."""
     if f"{prefix}.values" in tensors:
-        return tensors[f"{prefix}.values"].numpy().astype(np.dtype(dtype))
-    blob, ends = tensors[f"{prefix}.text"].numpy().tobytes(), tensors[f"{prefix}.ends"].tolist()
-    starts = [0, *ends[:-1]]
-    names = [blob[start:end].decode("utf-8", "surrogatepass") for start, end in zip(starts, ends, strict=True)]
-    return np.array(names, dtype=np.dtype(dtype))
+        return _unpack_numbers(f"{prefix}.values", tensors[f"{prefix}.values"], dtype)
+    if not TEXT_DTYPE.fullmatch(dtype):
+        raise ValueError(f"{prefix}: expected the dtype of text, found {dtype[:20]!r}")
+    missing = next((name for name in ("text", "ends") if f"{prefix}.{name}" not in tensors), None)
+    if missing is not None:
+        raise ValueError(f"{prefix}.{missing}: expected an array, found none")
+    blob, ends = tensors[f"{prefix}.text"], tensors[f"{prefix}.ends"]
+    if blob.dtype != torch.uint8 or blob.ndim != 1:
+        raise ValueError(f"{prefix}.text: expected a row of bytes, found shape {tuple(blob.shape)} of {blob.dtype}")
+    if ends.dtype != torch.int64 or ends.ndim != 1:
+        raise ValueError(f"{prefix}.ends: expected a row of int64, found shape {tuple(ends.shape)} of {ends.dtype}")
+    starts = [0, *ends.tolist()]
+    if starts[-1] != len(blob) or any(a > b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"{prefix}.ends: expected numbers that rise from 0 to {len(blob)}, the bytes of {prefix}.text")
+    text = blob.numpy().tobytes()
+    try:
+        names = [text[a:b].decode("utf-8", "surrogatepass") for a, b in itertools.pairwise(starts)]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{prefix}.text: expected UTF-8 ({error})") from None
+    return np.array(names, dtype=object) if dtype.endswith("O") else np.array(names, dtype=np.str_)
+
+
+def _unpack_numbers(name: str, values: Tensor, dtype: str) -> np.ndarray:
+    if not NUMBER_DTYPE.fullmatch(dtype):
+        raise ValueError(f"{name}: expected the dtype of numbers, found {dtype[:20]!r}")
+    wanted = np.dtype(dtype)
+    stored = _stored_dtype(wanted)
+    if values.dtype != stored or values.ndim != 1:
+        raise ValueError(f"{name}: expected a row of {stored}, found shape {tuple(values.shape)} of {values.dtype}")
+    numbers = values.numpy().astype(wanted)
+    if not np.array_equal(numbers.astype(values.numpy().dtype), values.numpy()):
+        raise ValueError(f"{name}: expected numbers of {wanted}, found others")
+    return numbers

@@ -6,13 +6,12 @@ scikit-learn. A new command is one function under `@app.command` and `@explained
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import functools
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -20,13 +19,13 @@ from .._version import __version__
 from ..experiments.command import reproduce
 from . import options as opt
 from . import show
+from .writing import STDOUT
 
 if TYPE_CHECKING:
     from .reading import Reading
 
 Command = TypeVar("Command", bound=Callable[..., None])
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
-STDOUT = Path("-")
 
 app = typer.Typer(
     name="augment-reduce",
@@ -86,6 +85,8 @@ def _explanation(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}."
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
+        return text, BAD_INPUT
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return text, BAD_INPUT
     if isinstance(error, MemoryError):
         return text or "Out of memory.", FAILED
@@ -190,17 +191,18 @@ def predict(
 
     [cyan]augment-reduce predict model.safetensors new.txt.gz --top 3 -o predictions.csv[/]
     """
-    from .commands import check_output, load_for_prediction, predict_blocks
+    from .commands import load_for_prediction, predict_blocks
     from .reading import read_file
+    from .writing import check_output, is_special, opened
 
     chosen = _layout(layout, output, json_output)
-    if output != STDOUT:
+    if output != STDOUT and not is_special(output):
         check_output(output, [data, model])
     loaded = load_for_prediction(model, n_jobs)
     reading = _reading(format, label_column, ignore_column, zero_based, None, None)
     X = read_file(data, reading, loaded, need_labels=False).found.X
     blocks = predict_blocks(loaded, X, min(top, len(loaded.classes_)))
-    with _opened(output) as stream:
+    with opened(output) as stream:
         show.predictions(stream, blocks, chosen)
 
 
@@ -301,18 +303,6 @@ def _layout(layout: opt.Layouts | None, output: Path, json_output: bool) -> str:
     if layout is not None:
         return layout.value
     return {".csv": "csv", ".jsonl": "jsonl", ".json": "json"}.get(output.suffix.lower(), "text")
-
-
-@contextlib.contextmanager
-def _opened(output: Path) -> Iterator[IO[str]]:
-    """Standard output, or a file that appears under its name only when it is whole."""
-    if output == STDOUT:
-        yield sys.stdout
-        return
-    from ..files import replaced_atomically
-
-    with replaced_atomically(output) as temporary, open(temporary, "w", encoding="utf-8", newline="") as stream:
-        yield stream
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

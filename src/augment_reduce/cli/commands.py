@@ -6,7 +6,6 @@ Imported only when a command runs, so that `--help` stays quick.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from ..data import DataFileError
 from ..estimator import AugmentReduceClassifier
 from ..metrics import Reliability, class_codes, perplexity, precision_at, reliability_curve
 from .reading import FileRows, Reading, feature_names, read_file
+from .writing import check_output, model_bytes, save_model
 
 PRECISION_AT = (1, 3, 5)
 PREDICT_BLOCK = 4096  # rows predicted between two writes
@@ -28,21 +28,6 @@ RESUME_MAY_CHANGE = ("max_iter", "max_epochs", "learning_rate", "n_jobs")
 
 
 # ---- fit ----
-
-
-def check_output(output: Path, inputs: Sequence[Path], option: str = "--output") -> None:
-    """Refuse a place that cannot be written, before any work is done."""
-    if output.is_dir():
-        raise IsADirectoryError(f"{output} is a folder; name a file in it, such as {output / 'model.safetensors'}.")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {output.parent} to write {output.name} into. Make it first.")
-    if any(output.exists() and given.exists() and output.samefile(given) for given in inputs):
-        raise ValueError(f"{output} is also a file to be read; writing would destroy it. Choose another {option}.")
-    try:
-        with tempfile.TemporaryFile(dir=output.parent):
-            pass
-    except OSError as error:
-        raise PermissionError(f"Cannot write into {output.parent.absolute()}: {error.strerror}.") from error
 
 
 def fit_file(
@@ -55,13 +40,15 @@ def fit_file(
     rows, y, n_rare = _frequent(source, min_count)
     if resume is not None:
         _check_same_rows(model, data, len(y))
+    X = source.features(rows)
+    check_output(output, [data], needed_bytes=model_bytes(model, X, y))
     started = time.perf_counter()
     with _known_names_unchecked():
-        model.fit(source.features(rows), y)
+        model.fit(X, y)
     seconds = time.perf_counter() - started
     if resume is None and (names := feature_names(source.found)) is not None:
         model.feature_names_in_ = np.asarray(names, dtype=object)
-    model.save(output)
+    save_model(model, output)
     return _summary(model, output, len(y), seconds) | {"dropped_rare": n_rare}
 
 
@@ -242,8 +229,8 @@ def check_picture(path: Path, inputs: Sequence[Path]) -> None:
 
 
 def _draw_reliability(path: Path, data: Path, model_path: Path, bins: Reliability) -> None:
+    from ..atomic import replaced_atomically
     from ..figures import Reliable, draw_reliability
-    from ..files import replaced_atomically
 
     with replaced_atomically(path) as temporary:
         draw_reliability(

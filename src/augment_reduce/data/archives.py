@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import sparse
 
+from augment_reduce.atomic import replaced_atomically
 from augment_reduce.data.files import DataFileError, PathLike, open_data
 from augment_reduce.data.rows import Features
 from augment_reduce.data.tables import Table
@@ -134,12 +132,5 @@ def write_npz(
         arrays = {"format": b"csr", "shape": csr.shape, "data": csr.data, "indices": csr.indices, "indptr": csr.indptr}
     optional = {"y": y, "class_names": class_names, "feature_names": feature_names}
     arrays |= {name: np.asarray(value) for name, value in optional.items() if value is not None}
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez_compressed(stream, **arrays)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replaced_atomically(path) as temporary, open(temporary, "wb") as stream:
+        np.savez_compressed(stream, **arrays)

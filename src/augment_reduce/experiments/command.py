@@ -182,7 +182,7 @@ def shown_tables(target: str) -> list[str]:
 
 def publish(store: Store, built: dict[str, list[dict[str, object]]], asked: int | None) -> None:
     """results.json, the csv files, figure 2 for papers, and the page."""
-    from ..files import replaced_atomically
+    from ..atomic import replaced_atomically
     from . import figure, report, show
 
     show.write(store, built, asked)

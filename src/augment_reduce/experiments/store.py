@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..files import replaced_atomically
+from ..atomic import replaced_atomically
 
 FORMAT, FORMAT_VERSION = "augment-reduce results", 1
 
