@@ -87,9 +87,14 @@ def available_bytes() -> int | None:
         return None
 
 
-def check_memory(settings: Settings, shape: Shape, early_stopping: bool) -> int:
-    """Refuse, before anything is allocated, a fit that cannot fit; return the bytes it will take."""
+def check_memory(settings: Settings, shape: Shape, early_stopping: bool, *, goes_on: bool = False) -> int:
+    """Refuse, before anything is allocated, a fit that cannot fit; return the bytes it will take.
+
+    A fit that `goes_on` has its weights and their state already.
+    """
     sizes = memory_bytes(settings, shape, early_stopping)
+    if goes_on:
+        sizes |= {"weights": 0, "optimiser state": 0}
     total, available = sum(sizes.values()), available_bytes()
     if available is not None and total > available:
         parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items() if size >= 1e7)

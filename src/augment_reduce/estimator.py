@@ -277,6 +277,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         else:
             self.densify()
             fitting.check_can_go_on(self._fitted, settings)
+            check_memory(settings, shape, self.early_stopping, goes_on=True)
         return settings, options
 
     def _train(
@@ -412,7 +413,11 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **objects: Any) -> AugmentReduceClassifier:
-        """Read a model saved by `save`. Objects of your own among the parameters (a noise) are given again here."""
+        """Read a model saved by `save`; `ModelFileError` names what is wrong with a file that cannot be trusted.
+
+        Objects of your own among the parameters (a noise) are given again here, as is what belongs to the machine and
+        not to the model: `n_jobs` and `device`, which are the defaults unless given. Other parameters may be, too.
+        """
         return saving.load(cls, path, objects)
 
 

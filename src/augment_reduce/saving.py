@@ -1,80 +1,65 @@
 """What of an estimator goes into its file, and how it comes back: all parameters, all arrays, the clock, the names.
 
-Parameters are JSON. Our own small objects (optimisers, local steps, samplers, noises) are written by name and fields;
-an object of the user's own class cannot be, and is given again to `load`.
+Parameters are JSON (`encoding`); an object of the user's own class cannot be, and is given again to `load`. What
+belongs to the machine (`FROM_THE_LOADER`) is neither written nor taken from a file.
+
+A file may come from anywhere, and its checksum can be made by anybody: nothing of it is used before `model_checks` has
+looked at all of it. `save` runs the same checks on what it is about to write, so that what was saved can be loaded.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import itertools
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from ._version import __version__
-from .defaults import LOCAL_STEPS
+from .atomic import target_of
+from .encoding import EncodingError, decode, encode
 from .files import ModelFileError, load_model, pack_names, save_model, unpack_names
 from .fitting import Fitted
 from .kernels.reference import Parameters
-from .local import Clock, StepSize
-from .noise import NOISES
-from .optim import OPTIMIZERS
-from .sampler import SAMPLERS
+from .local import Clock
+from .model_checks import BEST, LATER, check_contents, check_description
 from .training import HISTORY
 
 if TYPE_CHECKING:
     from .estimator import AugmentReduceClassifier
 
-KNOWN: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        *OPTIMIZERS.values(), *LOCAL_STEPS.values(), *SAMPLERS.values(), *NOISES.values(), StepSize
-    )
-}  # fmt: skip
-BEST = ("best.weight", "best.bias")  # only where early stopping was interrupted: else they are the weights
+FROM_THE_LOADER = ("n_jobs", "device")
+GIVEN_AGAIN = ("model", "optimizer", "local_step", "class_sampling")  # may be objects of the user's own
 
 
-def encode(value: Any) -> Any:
-    """A parameter as JSON. Objects of other classes become {"object": repr}: named, not kept."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return {"pairs": [[encode(k), encode(v)] for k, v in value.items()]}
-    if KNOWN.get(type(value).__name__) is type(value):
-        names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else _plain_fields(value)
-        return {"known": type(value).__name__, "fields": {name: encode(getattr(value, name)) for name in names}}
-    return {"object": repr(value)}
-
-
-def _plain_fields(value: Any) -> list[str]:
-    """The constructor arguments of a sampler or noise: the attributes that have their names."""
-    return [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
-
-
-def decode(name: str, value: Any, objects: dict[str, Any]) -> Any:
-    if name in objects:
-        return objects[name]
-    if not isinstance(value, dict):
-        return value
-    if "pairs" in value:
-        return {k: v for k, v in value["pairs"]}  # noqa: C416 (pairs are lists)
-    if "known" in value:
-        return KNOWN[value["known"]](**{k: decode("", v, {}) for k, v in value["fields"].items()})
-    if name == "random_state":
-        return None
-    raise ModelFileError(
-        f"The model was saved with {name}={value['object']}, an object of your own class, which a file cannot hold. "
-        f"Give it again: AugmentReduceClassifier.load(path, {name}=...)."
-    )
+# ---- save ----
 
 
 def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> None:
+    target_of(path)  # a folder, a folder that is not there: before any work
+    description, tensors = contents(estimator)
+    own = {name: getattr(estimator, name) for name in GIVEN_AGAIN if "object" in _table(description, name)}
+    try:
+        check_contents(description, tensors, _parameters(type(estimator), description["parameters"], own))
+    except ValueError as error:
+        raise ValueError(
+            f"This model cannot be saved: {error}. If training diverged, fit again with a lower learning_rate; if a "
+            "parameter was changed since, change it back."
+        ) from error
+    save_model(path, description, tensors)
+
+
+def _table(description: dict[str, Any], name: str) -> dict[str, Any]:
+    found = description["parameters"].get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the arrays of a fitted estimator."""
     fitted: Fitted = estimator._fitted
     weight = (
         fitted.parameters.weight if fitted.sparse_weight is None else torch.from_numpy(fitted.sparse_weight.toarray())
@@ -92,9 +77,10 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
         **pack_names("classes", estimator.classes_),
         **{name: kept.cpu() for name, kept in zip(BEST, fitted.run.best_parameters or (), strict=False)},
     }
+    parameters = estimator.get_params(deep=False)
     description = {
         "written_by": __version__,
-        "parameters": {name: encode(value) for name, value in estimator.get_params(deep=False).items()},
+        "parameters": {name: encode(name, parameters[name]) for name in parameters if name not in FROM_THE_LOADER},
         "n_features": estimator.n_features_in_,
         "classes_dtype": estimator.classes_.dtype.str,
         "clock": [fitted.clock.iteration, fitted.clock.epoch],
@@ -109,52 +95,82 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
     }
     if hasattr(estimator, "feature_names_in_"):
         tensors.update(pack_names("features", estimator.feature_names_in_))
-    save_model(path, description, tensors)
+    return description, tensors
+
+
+# ---- load ----
 
 
 def load(
     cls: type[AugmentReduceClassifier], path: str | os.PathLike[str], objects: dict[str, Any]
 ) -> AugmentReduceClassifier:
+    names = cls._get_param_names()
+    for name in objects:
+        if name not in names:
+            raise TypeError(f"{name!r} is no parameter of {cls.__name__}; expected some of {', '.join(names)}.")
     description, tensors = load_model(path)
     try:
-        parameters = {name: decode(name, value, objects) for name, value in description["parameters"].items()}
-        estimator = cls(**parameters)
-        estimator.classes_ = unpack_names("classes", tensors, description["classes_dtype"])
-        estimator.n_features_in_ = int(description["n_features"])
-        if "features.text" in tensors:
-            estimator.feature_names_in_ = unpack_names("features", tensors, "O")
-        estimator._fitted = _fitted(description, tensors)
-    except (KeyError, TypeError) as error:
-        raise ModelFileError(f"{path} lacks something a model file must have: {error}.") from error
+        check_description(description)
+        parameters = _parameters(cls, description["parameters"], objects)
+        check_contents(description, tensors, parameters)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ModelFileError(f"{path}: {str(error).removesuffix('.')}.") from error
+    estimator = cls(**parameters | objects)
+    estimator.classes_ = unpack_names("classes", tensors, description["classes_dtype"])
+    estimator.n_features_in_ = description["n_features"]
+    if "features.text" in tensors:
+        estimator.feature_names_in_ = unpack_names("features", tensors, "O")
+    estimator._fitted = _fitted(LATER | description, tensors)
     estimator._publish()
     return estimator.sparsify() if description["sparse"] else estimator
 
 
-def _fitted(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Fitted:
-    def numbered(prefix: str) -> list[torch.Tensor]:
-        return [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]
+def _parameters(cls: type[AugmentReduceClassifier], found: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    """All parameters that a file has, those of `GIVEN_AGAIN` as the loader gives them; else the constructor's defaults.
 
-    def named(prefix: str) -> dict[str, torch.Tensor]:
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    What else the loader gives is not the file's, and looked at by `fit`.
+    """
+    signature = inspect.signature(cls).parameters
+    defaults = {name: signature[name].default for name in cls._get_param_names()}
+    parameters = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
+    for name, value in found.items():
+        if name not in defaults:
+            raise EncodingError(f"parameters: expected some of {', '.join(defaults)}, found {name[:60]!r}")
+        if name not in FROM_THE_LOADER and name not in objects:
+            parameters[name] = decode(name, value)
+    return parameters | {name: objects[name] for name in GIVEN_AGAIN if name in objects}
 
-    parameters = Parameters(tensors["weight"], tensors["bias"], numbered("weight_state."), numbered("bias_state."))
+
+def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
+    states = ([tensors[name] for name in _numbered(kind, tensors)] for kind in ("weight_state", "bias_state"))
     fitted = Fitted(
-        parameters,
-        seed=int(description["seed"]),
-        bytes_needed=int(description["bytes_needed"]),
+        Parameters(tensors["weight"], tensors["bias"], *states),
+        seed=description["seed"],
+        bytes_needed=description["bytes_needed"],
         clock=Clock(*description["clock"]),
-        local=named("local."),
-        sampler=named("sampler."),
-        rows_seen=int(description["rows_seen"]),
-        stream_steps=int(description.get("stream_steps", 0)),
+        local=_named("local.", tensors),
+        sampler=_named("sampler.", tensors),
+        rows_seen=description["rows_seen"],
+        stream_steps=description["stream_steps"],
         class_counts=tensors["class_counts"].numpy(),
         feature_counts=tensors["feature_counts"].numpy(),
     )
-    fitted.run.history = {name: tensors[f"history.{name}"].tolist() for name in HISTORY}
-    fitted.run.stopped_early = bool(description["stopped_early"])
-    best = description.get("best_validation")
+    history = {name: column.tolist() for name, column in _named("history.", tensors).items()}
+    missing = [math.nan] * len(history["iteration"])
+    fitted.run.history = {name: history.get(name, missing[:]) for name in HISTORY}
+    fitted.run.stopped_early = description["stopped_early"]
+    best = description["best_validation"]
     fitted.run.best = -math.inf if best is None else float(best)
-    fitted.run.without_gain = int(description.get("without_gain", 0))
+    fitted.run.without_gain = description["without_gain"]
     if BEST[0] in tensors:
         fitted.run.best_parameters = (tensors[BEST[0]], tensors[BEST[1]])
     return fitted
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _numbered(kind: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """`kind.0`, `kind.1` and so on, as many as there are one after the other."""
+    return list(itertools.takewhile(tensors.__contains__, (f"{kind}.{i}" for i in itertools.count())))

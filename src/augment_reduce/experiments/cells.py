@@ -173,7 +173,7 @@ def resume(cell: Cell, source: Source, store: Store) -> tuple[AugmentReduceClass
     if kept is None or kept.get("data") != source.identity or not path.is_file():
         return None
     try:
-        clf = AugmentReduceClassifier.load(path)
+        clf = AugmentReduceClassifier.load(path, n_jobs=cell.estimator().n_jobs)
     except ModelFileError:
         return None
     return clf, [look for look in kept["looks"] if look["iteration"] <= done(clf)]

@@ -1,0 +1,244 @@
+"""What a model file may say, before anything of it is used: every entry by itself, then each against the others.
+
+Every error is a ValueError that begins with the name of the entry. What a range promises is that the file cannot make
+us read outside an array, allocate more than a small multiple of its size, or start training from numbers that no fit
+leaves; whether the model is a good one it cannot promise.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import layout
+from .defaults import LOCAL_STEPS, Shape, resolve
+from .edge import check_parameters
+from .encoding import OURS
+from .files import unpack_names
+from .layout import Entry, Layout, LayoutError
+from .local import LocalStep
+from .noise import resolve_noise
+from .optim import Adam, RowOptimizer
+from .sampler import SAMPLERS, ClassSampler
+from .training import HISTORY
+
+LARGEST = 2**53  # of what is counted: whole numbers that a float64 has
+MOST_STEPS = 2**50
+BEST = ("best.weight", "best.bias")  # only where early stopping was interrupted: else they are the weights
+MAY_BE_NAN = ("bound", "validation_log_likelihood", "bound_gap")
+FIRST_HISTORY = HISTORY[:7]  # the columns of the first release; those that come later may be missing
+
+Check = tuple[Callable[[Any], bool], str]  # of a value, and what was expected
+
+
+def _whole(high: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 <= value <= high
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return value in (False, True)
+
+
+def _are_weights(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(weight) and weight >= 0 for weight in value.values())
+
+
+DESCRIPTION: dict[str, Check] = {
+    "written_by": (lambda value: isinstance(value, str), "the version that wrote the file"),
+    "parameters": (lambda value: isinstance(value, dict), "a table of parameters"),
+    "n_features": (_whole(LARGEST), "a number of features"),
+    "classes_dtype": (lambda value: isinstance(value, str), "a numpy dtype"),
+    "clock": (
+        lambda value: isinstance(value, list) and len(value) == 2 and all(map(_whole(MOST_STEPS), value)),
+        "two counts, of iterations and epochs",
+    ),
+    "seed": (_whole(2**31 - 1), "a whole number from 0 to 2**31 - 1"),
+    "bytes_needed": (_whole(2**62), "a number of bytes"),
+    "rows_seen": (_whole(LARGEST), "a number of rows"),
+    "stream_steps": (_whole(MOST_STEPS), "a number of steps"),
+    "stopped_early": (lambda value: type(value) is bool, "true or false"),
+    "best_validation": (lambda value: value is None or _is_number(value), "a number or null"),
+    "without_gain": (_whole(LARGEST), "a number of looks"),
+    "sparse": (lambda value: type(value) is bool, "true or false"),
+}
+LATER: dict[str, Any] = {"stream_steps": 0, "best_validation": None, "without_gain": 0}  # the first files lack these
+PARAMETERS: dict[str, Check] = {  # what `check_parameters` and `resolve` do not look at
+    "early_stopping": (_is_flag, "true or false"),
+    "warm_start": (_is_flag, "true or false"),
+    "tol": (lambda value: type(value) in (int, float), "a number"),
+    "verbose": (lambda value: type(value) is bool or _is_number(value), "a number"),
+    "random_state": (lambda value: value is None or _whole(2**32 - 1)(value), "a seed or null"),
+    "class_weight": (
+        lambda value: value is None or value == "balanced" or _are_weights(value),
+        "null, 'balanced' or weights of classes, none below 0",
+    ),
+}
+
+
+def check_description(description: dict[str, Any]) -> None:
+    """Every entry of the description by itself."""
+    for name in description.keys() - DESCRIPTION.keys():
+        raise ValueError(f"description: expected no entry {name[:60]!r}, found one")
+    for name, (fits, expected) in DESCRIPTION.items():
+        if name not in description and name not in LATER:
+            raise ValueError(f"{name}: expected {expected}, found no such entry in the description")
+        if name in description and not fits(description[name]):
+            raise ValueError(f"{name}: expected {expected}, found {_shown(description[name])}")
+
+
+def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], parameters: dict[str, Any]) -> None:
+    """A checked description, arrays and parameters against each other."""
+    weight = tensors.get("weight")
+    if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.float64) or len(weight) < 2:
+        found = "none" if weight is None else f"shape {tuple(weight.shape)} of {weight.dtype}"
+        raise LayoutError("weight", "a row of float32 or float64 for each of at least 2 classes", found)
+    K, D = weight.shape
+    if description["n_features"] != D:
+        raise ValueError(f"n_features: expected {D}, the columns of weight, found {description['n_features']}")
+    steps, epochs = description["clock"]
+    if epochs > steps or description.get("stream_steps", 0) > steps:
+        raise ValueError(f"clock: expected at most as many epochs and steps of a stream as iterations, {steps}")
+    check_parameter_values(parameters, K, D, description["rows_seen"])
+    groups = _grouped(tensors)
+    sizes = {"K": K, "D": D}
+    layout.check(groups.pop(""), _parts(description["rows_seen"]), sizes, weight.dtype)
+    check_counts(tensors, description["rows_seen"])
+    check_states(groups, parameters["optimizer"], sizes, weight.dtype)
+    check_history(groups.pop("history", {}), steps, weight.dtype)
+    check_names(groups, tensors, description["classes_dtype"], sizes)
+    local = parameters["local_step"]
+    known = local if isinstance(local, LocalStep) else None
+    check_kept("local", groups.pop("local", {}), known, LOCAL_STEPS.values(), sizes, weight.dtype)
+    sampler = parameters["class_sampling"]
+    drawn_by = sampler if isinstance(sampler, ClassSampler) else None
+    check_kept("sampler", groups.pop("sampler", {}), drawn_by, SAMPLERS.values(), sizes, weight.dtype)
+    if "best" in groups:
+        like = {"best.weight": Entry("weights", ("K", "D")), "best.bias": Entry("weights", ("K",))}
+        layout.check(groups.pop("best"), like, sizes, weight.dtype)
+    for group in groups.values():
+        raise LayoutError(next(iter(group))[:60], "no such array", "one")
+
+
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The arrays by what stands before the first dot of their names."""
+    groups: dict[str, dict[str, Tensor]] = {"": {}}
+    for name, tensor in tensors.items():
+        prefix, dot, _ = name.partition(".")
+        groups.setdefault(prefix if dot else "", {})[name] = tensor
+    return groups
+
+
+def _parts(rows_seen: int) -> Layout:
+    return {
+        "weight": Entry("weights", ("K", "D")),
+        "bias": Entry("weights", ("K",)),
+        "class_counts": Entry("float64", ("K",), 0, rows_seen),
+        "feature_counts": Entry("int64", ("D",), 0, rows_seen),
+    }
+
+
+def check_counts(tensors: Mapping[str, Tensor], rows_seen: int) -> None:
+    counted = tensors["class_counts"].sum().item()
+    if counted != rows_seen:
+        raise LayoutError("class_counts", f"counts that sum to rows_seen, {rows_seen}", f"a sum of {counted}")
+
+
+def check_parameter_values(parameters: dict[str, Any], K: int, D: int, rows_seen: int) -> None:
+    """As `fit` would look at them, and that they make sense together."""
+    for name, (fits, expected) in PARAMETERS.items():
+        if not fits(parameters[name]):
+            raise ValueError(f"{name}: expected {expected}, found {_shown(parameters[name])}")
+    noise = resolve_noise(parameters["model"])
+    check_parameters(parameters, noise)
+    n_rows = max(1, rows_seen)
+    own = {"class_sampling": copy.copy(parameters["class_sampling"])}  # `resolve` tells a sampler how many classes
+    resolve(parameters | own, noise, Shape(n_rows, D, K, n_nonzero=n_rows), torch.float32)
+
+
+def check_states(
+    groups: dict[str, dict[str, Tensor]], optimizer: Any, sizes: dict[str, int], weights: torch.dtype
+) -> None:
+    """One or two numbers for each weight, or one for each row of weights; as many for each bias."""
+    of_weights, of_biases = groups.pop("weight_state", {}), groups.pop("bias_state", {})
+    n = len(of_weights)
+    if not 1 <= n <= 2 or len(of_biases) != n:
+        raise LayoutError(
+            "weight_state", "one or two arrays, and as many of bias_state", f"{n} and {len(of_biases)}"
+        )  # fmt: skip
+    rowwise = n == 1 and of_weights.get("weight_state.0", torch.empty(0)).ndim == 1
+    own_rule = isinstance(optimizer, RowOptimizer) and type(optimizer) not in OURS
+    for kind, found, shape in (
+        ("weight_state", of_weights, ("K",) if rowwise else ("K", "D")),
+        ("bias_state", of_biases, ("K",)),
+    ):
+        # Sums of squares; only the first of Adam's two, a mean of gradients, may be negative.
+        low = [-math.inf if own_rule or (n == Adam().n_states and i == 0) else 0.0 for i in range(n)]
+        layout.check(found, {f"{kind}.{i}": Entry("weights", shape, low[i]) for i in range(n)}, sizes, weights)
+
+
+def check_history(columns: Mapping[str, Tensor], steps: int, weights: torch.dtype) -> None:
+    def column(name: str) -> Entry:
+        high = steps if name == "iteration" else math.inf
+        return Entry("float64", ("H",), 0.0, high, may_be_nan=name in MAY_BE_NAN)
+
+    wanted = [name for name in HISTORY if name in FIRST_HISTORY or f"history.{name}" in columns]
+    layout.check(columns, {f"history.{name}": column(name) for name in wanted}, {}, weights)
+
+
+def check_names(
+    groups: dict[str, dict[str, Tensor]], tensors: Mapping[str, Tensor], dtype: str, sizes: dict[str, int]
+) -> None:
+    """A name for each class, in their order; for each feature, or for none."""
+    expected = ("values",) if "classes.values" in tensors else ("text", "ends")
+    classes = unpack_names("classes", dict(tensors), dtype)
+    _only("classes", groups.pop("classes", {}), expected)
+    if len(classes) != sizes["K"]:
+        raise LayoutError("classes", f"{sizes['K']} names, one for each row of weight", f"{len(classes)}")
+    if not (classes[:-1] < classes[1:]).all() or (classes.dtype.kind == "f" and not np.isfinite(classes).all()):
+        raise LayoutError("classes", "names in ascending order, each once", "others")
+    if "features" in groups:
+        features = unpack_names("features", dict(tensors), "O")
+        _only("features", groups.pop("features"), ("text", "ends"))
+        if len(features) != sizes["D"]:
+            raise LayoutError("features", f"{sizes['D']} names, one for each column of weight", f"{len(features)}")
+
+
+def _only(prefix: str, group: Mapping[str, Tensor], expected: Iterable[str]) -> None:
+    for name in group.keys() - {f"{prefix}.{suffix}" for suffix in expected}:
+        raise LayoutError(name[:60], "no such array", "one")
+
+
+def check_kept(
+    prefix: str, found: Mapping[str, Tensor], own: LocalStep | ClassSampler | None, known: Iterable[Any],
+    sizes: dict[str, int], weights: torch.dtype,
+) -> None:  # fmt: skip
+    """What a local step or a sampler keeps: as one of ours says (it need not be the one that will be used next, which
+    looks for what is its own), or as a user's own says; what that says nothing about is left to it."""
+    if not found:
+        return
+    named = {name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()}
+    layouts = [*(own.layouts() if own is not None else ()), *(one for cls in known for one in cls.layouts())]
+    for one in layouts:
+        if one.keys() == named.keys():
+            shown = {f"{prefix}.{name}": entry for name, entry in one.items()}
+            layout.check(found, shown, dict(sizes), weights)
+            return
+    if own is None or type(own) in OURS:
+        raise LayoutError(
+            f"{prefix}.{next(iter(named))}"[:60], "the arrays of one of ours", ", ".join(sorted(named))[:200]
+        )  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
