@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numba
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 from kernel_steps import (
     F32,
@@ -22,6 +24,7 @@ from kernel_steps import (
     tensors,
 )
 
+from augment_reduce import AugmentReduceClassifier
 from augment_reduce.kernels import cpu, reference
 from augment_reduce.kernels._cpu_work import WORK, run, split
 from augment_reduce.kernels.rows import SparseRows
@@ -173,6 +176,101 @@ def test_what_lies_outside_is_refused(bad):
         cpu.pair_scores(X, step["rows"], step["pairs"], weight.T, bias)
     with pytest.raises(ValueError, match="at most n=4"):
         cpu.draw_without_replacement(torch.rand(2, 5), 4)
+
+
+MISFITS = {
+    "weights of fewer columns than features": lambda a: a | {"weight": a["weight"][:, :4].contiguous()},
+    "biases of fewer classes": lambda a: a | {"bias": a["bias"][:3]},
+    "biases of another type": lambda a: a | {"bias": a["bias"].double()},
+    "weights in one dimension": lambda a: a | {"weight": a["weight"][:, 0].contiguous()},
+    "weights of whole numbers": lambda a: a | {"weight": a["weight"].long(), "bias": a["bias"].long()},
+    "more rows than lines of classes": lambda a: a | {"rows": np.append(a["rows"], 0)},
+    "rows in two dimensions": lambda a: a | {"rows": a["rows"][:, None]},
+    "fewer values than indices": lambda a: a | {"X": replace(a["X"], values=a["X"].values[:-1])},
+    "fewer entries than rows say": lambda a: a | {"X": replace(a["X"], indptr=a["X"].indptr + 10)},
+    "a row that ends before it begins": lambda a: a | {"X": replace(a["X"], indptr=a["X"].indptr[::-1].copy())},
+    "a row beyond the entries": lambda a: a | {"X": replace(a["X"], indptr=beyond(a["X"].indptr))},
+}
+
+
+def beyond(indptr):
+    indptr = indptr.copy()
+    indptr[1:-1] = 10**6
+    return indptr
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_arrays_that_do_not_belong_together_are_refused(misfit):
+    """A weight matrix of four columns, read at the places of more features, gave scores made of foreign memory."""
+    shape, optimizer = SHAPES[0], Adagrad()
+    X, rng = make(shape)
+    step, parameters = draw_step(shape, X, rng, F32), make_parameters(shape, optimizer, rng, F32)
+    right = {"X": X, "rows": np.arange(16) + 3, "weight": parameters.weight, "bias": parameters.bias}
+    calls = ("pair_scores", "pairs"), ("shared_scores", "shared")
+    for name, classes in calls:
+        getattr(cpu, name)(right["X"], right["rows"], step[classes], right["weight"], right["bias"])
+    wrong = MISFITS[misfit](right)
+    for name, classes in calls:
+        if name == "shared_scores" and misfit.startswith("more rows"):
+            continue  # whose lines are the rows
+        with pytest.raises(ValueError, match="Expected"):
+            getattr(cpu, name)(wrong["X"], wrong["rows"], step[classes], wrong["weight"], wrong["bias"])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "part", ["state", "state of another type", "no state", "bias_state", "grad", "own_grad", "share", "prior", "rows"]
+)
+def test_a_push_of_arrays_that_do_not_belong_together_is_refused(shared, part):
+    shape, optimizer = SHAPES[0], Adagrad()
+    X, rng = make(shape)
+    step, p = draw_step(shape, X, rng, F32), make_parameters(shape, optimizer, rng, F32)
+    prior = make_prior("unbiased", X, F32)
+    match part:
+        case "state":
+            p.weight_state = [p.weight_state[0][:, :3].contiguous()]
+        case "state of another type":
+            p.weight_state = [p.weight_state[0].double()]
+        case "no state":
+            p.weight_state = []
+        case "bias_state":
+            p.bias_state = [p.bias_state[0][:2]]
+        case "prior":
+            prior = replace(prior, inverse_counts=prior.inverse_counts[:5])
+        case "rows":
+            step["rows"] = step["rows"][:-1]
+        case _:
+            for name in (part, f"shared_{part}"):
+                if name in step:
+                    step[name] = step[name][:, :-1].contiguous()
+    if part == "own_grad" and not shared:
+        return
+    before = p.weight.clone()
+    with pytest.raises(ValueError, match="Expected"):
+        push(cpu, X, step, p, optimizer, 1, prior, shared=shared, dtype=F32)
+    assert torch.equal(p.weight, before)
+
+
+def test_own_rows_labels_and_scales_of_other_lengths_are_refused():
+    X, _ = make(SHAPES[0])
+    weight, bias = torch.zeros(8, 32), torch.zeros(8)
+    pairs = torch.zeros(3, 1, dtype=torch.int64)
+    cpu.pair_scores(X, np.arange(2), pairs, weight, bias, np.array([0, 1, 1]))
+    for own_rows in (np.array([0, 1, 2]), np.array([0, -1, 1]), np.array([0, 1])):
+        with pytest.raises(ValueError, match="Expected"):
+            cpu.pair_scores(X, np.arange(2), pairs, weight, bias, own_rows)
+    with pytest.raises(ValueError, match="row_scale"):
+        cpu.with_label(torch.zeros(4, 3), torch.ones(3))
+    with pytest.raises(ValueError, match="labels"):
+        cpu.draw_without_replacement(torch.rand(4, 2), 9, torch.zeros(3, dtype=torch.int64))
+
+
+def test_a_matrix_whose_rows_lie_elsewhere_is_refused_by_the_estimator():
+    X = sp.random(20, 30, density=0.3, format="csr", dtype=np.float32, random_state=0)
+    clf = AugmentReduceClassifier(max_iter=2, n_jobs=1).fit(X, np.arange(20) % 3)
+    X.indptr[5:9] = 10**7
+    with pytest.raises(ValueError, match="indptr of the CSR matrix"):
+        clf.predict(X)
 
 
 def test_threads_that_outlive_an_interrupted_call_have_its_scratch_for_themselves():

@@ -18,8 +18,8 @@ from numba import njit
 
 from ._cpu_lanes import prefetch
 from ._cpu_types import OPTIONS, Array, Csr
-from ._cpu_work import WORK, all_below, equal
-from .rows import DenseRows, Rows, SparseRows
+from ._cpu_work import WORK, OutOfRange, all_below, equal
+from .rows import DenseRows, Rows, SparseRows, check_indptr
 
 DENSE_FROM = 0.1  # share of non-zeros from which a vectorised pass over all of D beats one over the non-zeros
 LINE = 16  # float32 numbers in a cache line
@@ -42,13 +42,16 @@ class Batch:
 
 
 @njit(cache=True, **OPTIONS)
-def _count(indptr: Array, rows: Array) -> int:
-    """Entries of the rows; -1 if there is no such row."""
+def _count(indptr: Array, n_entries: int, rows: Array) -> int:
+    """Entries of the rows; -1 if there is no such row, -2 if one does not lie within the entries."""
     n = 0
     for b in range(rows.shape[0]):
         if rows[b] < 0 or rows[b] + 1 >= indptr.shape[0]:
             return -1
-        n += indptr[rows[b] + 1] - indptr[rows[b]]
+        begin, end = indptr[rows[b]], indptr[rows[b] + 1]
+        if begin < 0 or end < begin or end > n_entries:
+            return -2
+        n += end - begin
     return n
 
 
@@ -186,7 +189,7 @@ def read_only(a: Array) -> Array:
 
 def _check_rows(rows: Array, n_rows: int, found: bool) -> None:
     if not found:
-        raise IndexError(f"Expected rows in [0, {n_rows}), found {rows.min()} to {rows.max()}.")
+        raise OutOfRange(f"Expected rows in [0, {n_rows}), found {rows.min()} to {rows.max()}.")
 
 
 def _check_features(worst: int, n_features: int) -> None:
@@ -221,9 +224,11 @@ def worth_numbering(n_nonzero: float, D: int) -> bool:
 def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, n_classes: int) -> tuple[Csr | None, Array | None]:
     """The rows as a (B, D) array if they fill enough of it, as CSR otherwise."""
     B, D, indptr = len(rows), X.n_features, read_only(X.indptr)
-    size = _count(indptr, rows)
-    _check_rows(rows, X.n_rows, size >= 0)
     indices, values = read_only(X.indices), read_only(X.values)
+    size = _count(indptr, min(len(indices), len(values)), rows)
+    _check_rows(rows, X.n_rows, size != -1)
+    if size < 0:
+        check_indptr(X.indptr, min(len(indices), len(values)))
     if dense_enough(size, B, D, n_classes):
         x = WORK.array("dense", B * D, dtype).reshape(B, D)
         _check_features(_load_dense(indptr, indices, values, rows, x), D)

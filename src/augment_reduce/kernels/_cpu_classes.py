@@ -8,7 +8,7 @@ from numba import njit
 from ._cpu_lanes import LANES
 from ._cpu_math import row_sum
 from ._cpu_types import OPTIONS, Array, Groups
-from ._cpu_work import WORK, all_below, equal
+from ._cpu_work import WORK, OutOfRange, all_below, equal
 
 U1 = np.uint64(1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
@@ -90,7 +90,7 @@ def cut(key: Array, classes: Array, start: Array) -> int:
 
 def check_classes(classes: Array, n: int) -> None:
     if not all_below(classes.reshape(-1), n):
-        raise IndexError(f"Expected classes in [0, {n}), found {classes.min()} to {classes.max()}.")
+        raise OutOfRange(f"Expected classes in [0, {n}), found {classes.min()} to {classes.max()}.")
 
 
 def sorting(n_pairs: int, n: int) -> tuple[int, int]:

@@ -26,6 +26,10 @@ FAR = 4096  # bytes from what one thread writes to what another does: cores fetc
 WORTH_A_THREAD = 60_000  # multiply-adds, about as long as waking a thread takes
 
 
+class OutOfRange(IndexError, ValueError):
+    """A row or class that does not exist."""
+
+
 def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
     """From the beginning of a cache line on, so that no sixteen numbers of float32 lie in two; and far from whatever is
     handed out after it."""

@@ -30,6 +30,7 @@ from ..optim import (
 from . import _cpu_classes, _cpu_push, _cpu_scores
 from ._cpu_batch import Batch, in_place, load
 from ._cpu_classes import check_classes, group_by_class
+from ._cpu_door import check_classes_fit, check_pairs_fit, check_rows_fit, check_shapes, check_states_fit
 from ._cpu_lanes import LANES
 from ._cpu_quarters import PARTS, line_of, push_quarters
 from ._cpu_rules import push_biases
@@ -78,6 +79,8 @@ def pair_scores(
 ) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
     w, beta, pairs = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    check_rows_fit(X, rows, w, beta)
+    check_pairs_fit(pairs, rows, own_rows)
     out = np.empty(pairs.shape, w.dtype)
     x = _read_in_place(X, rows, w)
     if x is not None:
@@ -99,6 +102,8 @@ def pair_scores(
 def shared_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[c]] + bias[classes[c]]"""
     w, beta, chosen = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    check_rows_fit(X, rows, w, beta)
+    check_classes_fit(chosen)
     check_classes(chosen, len(w))
     out = np.empty((len(rows), len(chosen)), w.dtype)
     out[...] = beta[chosen]
@@ -113,6 +118,7 @@ def with_label(grad: Tensor, row_scale: Tensor | float) -> Tensor:
     """From derivatives by the gaps psi_k - psi_y to those by the scores; the label's, minus their sum, comes first."""
     g = _values(grad, grad.dtype)
     scale = _values(row_scale, grad.dtype) if isinstance(row_scale, Tensor) else np.array([row_scale], g.dtype)
+    check_shapes(g.shape[:1], row_scale=row_scale if isinstance(row_scale, Tensor) else None)
     out = np.empty((g.shape[0], g.shape[1] + 1), g.dtype)
     _cpu_classes.with_label(g, scale, int(isinstance(row_scale, Tensor)), out)
     return torch.from_numpy(out)
@@ -133,6 +139,7 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
         raise ValueError(f"Expected at most n={n} draws without replacement, found {S} a row.")
     out = np.empty((B, S), np.int64)
     own = NO_LABELS if labels is None else _values(labels, torch.int64)
+    check_shapes((B,), labels=labels)
     if out.size:
         cuts = split(B, lambda: np.full(B, 8 * S))
         size = _cpu_classes.table_size(S)
@@ -173,7 +180,7 @@ def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, share: Tensor | 
 def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
     """The parameters as arrays, found again as long as their memory is the same; gone when the parameters are."""
     tensors = (parameters.weight, parameters.bias, *parameters.weight_state, *parameters.bias_state)
-    key = (optimizer.kind, *(t.data_ptr() for t in tensors), parameters.weight.shape)
+    key = (optimizer.kind, *((t.data_ptr(), t.shape) for t in tensors))
     found = WORK.views
     if found is not None and found[0]() is parameters and found[1] is prior and found[2] == key:
         return found[3][0]
@@ -186,10 +193,13 @@ def _views(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None)
     weight, bias = _in_place("weight", parameters.weight), _in_place("bias", parameters.bias)
     states = [_in_place("weight_state", s) for s in parameters.weight_state]
     bias_states = [_in_place("bias_state", s) for s in parameters.bias_state]
-    if optimizer.kind == ROWWISE_ADAGRAD:
+    rowwise, n_states = optimizer.kind == ROWWISE_ADAGRAD, 2 if optimizer.kind >= ADAM else 1
+    check_states_fit(weight, bias, states, bias_states, n_states, rowwise=rowwise)
+    check_shapes(weight.shape[1:], inverse_counts=None if prior is None else prior.inverse_counts)
+    if rowwise:
         states = [states[0][:, None]]
     none = WORK.array("none", 0, weight.dtype)
-    state2, bias_state2 = (states[1], bias_states[1]) if optimizer.kind >= ADAM else (none.reshape(1, 0), none)
+    state2, bias_state2 = (states[1], bias_states[1]) if n_states == 2 else (none.reshape(1, 0), none)
     inverse = none if prior is None else _values(prior.inverse_counts, parameters.weight.dtype)
     inverse_rows = weight.dtype.type(0.0 if prior is None else prior.inverse_rows)
     return Arrays(weight, states[0], state2, bias, bias_states[0], bias_state2, inverse, inverse_rows)
@@ -286,6 +296,9 @@ def push_pairs(
     """One optimiser step on every entry (class, feature) that a pair with a non-zero feature touches."""
     arrays, pairs = _arrays(parameters, optimizer, prior), _values(classes, torch.int64)
     dtype = arrays.weight.dtype
+    check_rows_fit(X, rows, arrays.weight, arrays.bias)
+    check_pairs_fit(pairs, rows, None)
+    check_shapes(pairs.shape, grad=grad, share=share)
     if pairs.size == 0:
         return
     rule = _rule(optimizer, t, prior, share, dtype)
@@ -338,10 +351,15 @@ def push_shared(
     """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
     arrays, kind, B = _arrays(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
     (K, D), dtype = arrays.weight.shape, arrays.weight.dtype
+    chosen, own_class = _values(classes, torch.int64), _values(own, torch.int64)
+    check_rows_fit(X, rows, arrays.weight, arrays.bias)
+    check_classes_fit(chosen)
+    check_pairs_fit(own_class, rows, own_rows)
+    check_shapes((B, len(chosen)), grad=grad, share=share)
+    check_shapes(own_class.shape, own_grad=own_grad, own_share=own_share)
     if B == 0:
         return
     rule = _rule(optimizer, t, prior, share if own_share is not None else None, dtype)
-    chosen, own_class = _values(classes, torch.int64), _values(own, torch.int64)
     check_classes(chosen, K)
     batch = load(X, rows, dtype, n_classes=0) if D else None
 

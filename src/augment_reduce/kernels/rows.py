@@ -151,5 +151,15 @@ def as_rows(X: Any) -> Rows:
     """Wrap a dense array or a CSR matrix without copying it."""
     if sp.issparse(X):
         csr = X if X.format == "csr" else X.tocsr()
+        check_indptr(csr.indptr, min(len(csr.indices), len(csr.data)))
         return SparseRows(csr.indptr, csr.indices, csr.data, csr.shape[1])
     return DenseRows(X)
+
+
+def check_indptr(indptr: np.ndarray, n_entries: int) -> None:
+    """Every row lies within the entries. scipy looks at the first and the last only."""
+    if indptr[0] < 0 or indptr[-1] > n_entries or (indptr[1:] < indptr[:-1]).any():
+        raise ValueError(
+            f"Expected indptr of the CSR matrix to rise from 0 to at most {n_entries}, its entries, but it does not. "
+            "Build the matrix anew; its check_format(full_check=True) says more."
+        )
