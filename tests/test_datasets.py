@@ -319,3 +319,24 @@ def test_random_rows_fewer_than_classes():
         random_like("cifar")
     with pytest.raises(ValueError, match="n_rows of at least 1"):
         random_like("mnist", 0, 0)
+
+
+def test_a_prepared_omniglot_that_is_none_is_refused_by_name(tmp_path):
+    from augment_reduce.data.datasets import prepared_omniglot
+
+    whole = {
+        "images": np.zeros((2, 28, 28), np.uint8), "labels": np.array([0, 1]), "sample": np.array([1, 1]),
+        "alphabet": np.array([0, 0]), "character": np.array([1, 2]), "alphabet_names": np.array(["Greek"]),
+    }  # fmt: skip
+    path = tmp_path / "omniglot_28x28.npz"
+    np.savez(path, **whole)
+    assert prepared_omniglot(path).alphabet_names == ["Greek"]
+    for name, other, message in (
+        ("labels", np.array([0]), "each of the drawings"),
+        ("images", np.zeros((2, 784)), "whole numbers for each"),
+        ("alphabet", np.array([0, 1]), "'alphabet': expected numbers below 1"),
+        ("sample", None, "an array 'sample'"),
+    ):
+        np.savez(path, **{k: v for k, v in (whole | {name: other}).items() if v is not None})
+        with pytest.raises(DataFileError, match=message):
+            prepared_omniglot(path)

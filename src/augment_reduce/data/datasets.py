@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
+from augment_reduce.data.arrays import read_arrays
 from augment_reduce.data.download import find_file, locate
 from augment_reduce.data.files import DataFileError, PathLike, read_names
-from augment_reduce.data.images import read_idx, read_omniglot_zip
+from augment_reduce.data.images import OmniglotImages, read_idx, read_omniglot_zip
 from augment_reduce.data.reductions import Examples, frequent_labels, keep_labels, only_labels, reduce_labels
 from augment_reduce.data.sparse_text import read_xml_repository
 from augment_reduce.data.splits import Dataset, Split
@@ -128,13 +129,11 @@ def _omniglot(request: Request) -> Dataset:
     With seed None the first 16 people of each alphabet train and the last 4 test: nobody is on both sides of it.
     """
     if find_file("omniglot", "prepared", request.path) is not None:
-        with np.load(request.file("prepared"), allow_pickle=False) as z:
-            images, labels, alphabet, character = z["images"], z["labels"], z["alphabet"], z["character"]
-            sample, alphabets = z["sample"], z["alphabet_names"].tolist()
+        found = prepared_omniglot(request.file("prepared"))
     else:
         found = read_omniglot_zip(request.file("background"), request.file("evaluation"))
-        images, labels, alphabet, character = found.images, found.labels, found.alphabet, found.character
-        sample, alphabets = found.sample, found.alphabet_names
+    images, labels, alphabet, character = found.images, found.labels, found.alphabet, found.character
+    sample, alphabets = found.sample, found.alphabet_names
     classes, first, y = np.unique(labels, return_index=True, return_inverse=True)
     note = f"{OMNIGLOT_TRAIN_PER_CLASS} of the drawings of each class for training, "
     if request.seed is None:
@@ -145,6 +144,27 @@ def _omniglot(request: Request) -> Dataset:
     X = _pixels(images)
     names = [f"{alphabets[alphabet[i]]}/character{int(character[i]):02d}" for i in first]
     return Dataset("omniglot", Split(X[in_train], y[in_train]), Split(X[~in_train], y[~in_train]), names, notes=(note,))
+
+
+def prepared_omniglot(path: PathLike) -> OmniglotImages:
+    """The drawings as arrays in one npz archive, named as in `OmniglotImages`."""
+    arrays, names = read_arrays(path, OmniglotImages._fields)
+    missing = [name for name in OmniglotImages._fields if name not in arrays]
+    if missing:
+        raise DataFileError(path, expected=f"an array {missing[0]!r}", found=f"the arrays {sorted(names)[:20]}")
+    parts: dict[str, Any] = dict(arrays)
+    parts["alphabet_names"] = arrays["alphabet_names"].astype(str).reshape(-1).tolist()
+    found = OmniglotImages(**parts)
+    of_drawings, n = found[:-1], found.labels.size
+    whole_numbers = all(array.dtype.kind in "iu" for array in of_drawings)
+    if not whole_numbers or found.images.ndim != 3 or {array.shape[:1] for array in of_drawings} != {(n,)}:
+        shapes = [array.shape for array in of_drawings]
+        raise DataFileError(path, expected="whole numbers for each of the drawings", found=f"shapes {shapes}")
+    if n and not 0 <= found.alphabet.min() <= found.alphabet.max() < len(found.alphabet_names):
+        raise DataFileError(
+            path, where="array 'alphabet'", expected=f"numbers below {len(found.alphabet_names)}", found="others"
+        )
+    return found
 
 
 def choose_per_class(y: npt.NDArray[np.int64], n_classes: int, count: int, seed: int) -> npt.NDArray[np.bool_]:
@@ -163,6 +183,10 @@ def _many_labels(request: Request, *, reduction: str = "first", scale: bool = Fa
     if names:
         named = {"label_names": read_names(request.file("label-names")),
                  "feature_names": read_names(request.file("feature-names"))}  # fmt: skip
+        for role, part in (("label-names", train.n_labels), ("feature-names", train.n_features)):
+            found = len(named[role.replace("-", "_")])
+            if found < part:
+                raise DataFileError(request.file(role), expected=f"{part:,} names, one a line", found=f"{found:,}")
         train, test = replace(train, **named), replace(test, **named)
     notes: tuple[str, ...] = ()
     if scale:

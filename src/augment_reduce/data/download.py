@@ -153,7 +153,7 @@ def fetch(url: str, target: Path, file: DataFile, *, progress: bool = True) -> N
             _receive(url, part, progress=progress)
             if file.convert is not None:
                 check_sum(part, DataFile((), file.served_sha256))
-                contents = file.convert(part.read_bytes())
+                contents = file.convert(part.read_bytes(), url)
                 part.write_bytes(_gzip(contents) if target.suffix == ".gz" else contents)
             check_sum(part, file)
             part.chmod(0o644)

@@ -1,7 +1,8 @@
-"""Opening data files: gzip by content, blocks of whole lines, and the one error every reader raises."""
+"""Opening data files: gzip and bzip2 by content, blocks of whole lines, and the one error every reader raises."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import os
 import zlib
@@ -13,6 +14,9 @@ from typing import BinaryIO, cast
 PathLike = str | os.PathLike[str]
 
 GZIP_MAGIC = b"\x1f\x8b"
+BZIP2_MAGIC, BZIP2_BLOCKS = b"BZh", (b"1AY&SY", b"\x17rE8P\x90")  # what the first block begins with, or the end
+DEFLATE_AT_MOST = 1100  # to one: the format can do no better than 1,032
+PIECE_BYTES = 1 << 24  # read at a time where a header says how many there are: it may be wrong
 UTF8_BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 18  # about the size of a core's cache; larger blocks parse more slowly
 LONGEST_LINE = 1 << 28  # a line beyond 256 MB is no row: most likely a binary file, or line ends were lost
@@ -24,12 +28,21 @@ class DataFileError(ValueError):
     def __init__(
         self, path: PathLike, *, expected: str, found: str, advice: str = "", line: int | None = None, where: str = ""
     ) -> None:
-        self.path, self.line = str(path), line
+        self.path, self.line, self.advice = str(path), line, advice
         place = str(path) if line is None else f"{path}, line {line}"
         if where:
             place += f", {where}"
-        message = f"{place}: expected {expected}, but found {found}."
-        super().__init__(f"{message} {advice}" if advice else message)
+        self.fact = f"{place}: expected {expected}, but found {found}."
+        super().__init__(f"{self.fact} {advice}" if advice else self.fact)
+
+
+class DataFileWarning(UserWarning):
+    """What was done with a data file that can be read in more than one way; `advice` says how to have it otherwise."""
+
+    def __init__(self, path: PathLike, fact: str, advice: str, *, line: int | None = None) -> None:
+        self.path, self.advice = str(path), advice
+        self.fact = f"{path}: {fact}." if line is None else f"{path}, line {line}: {fact}."
+        super().__init__(f"{self.fact} {advice}")
 
 
 def shown(text: str | bytes, limit: int = 40) -> str:
@@ -45,29 +58,60 @@ def is_gzip(path: PathLike) -> bool:
         return raw.read(2) == GZIP_MAGIC
 
 
+def packed_with(start: bytes) -> str | None:
+    """ "gzip" or "bzip2" by the first ten bytes of a file, or None."""
+    if start.startswith(GZIP_MAGIC):
+        return "gzip"
+    return "bzip2" if start.startswith(BZIP2_MAGIC) and start[4:10] in BZIP2_BLOCKS else None
+
+
 @contextmanager
 def open_data(path: PathLike) -> Iterator[BinaryIO]:
-    """Open `path` for reading bytes, unpacking gzip on the fly; a damaged gzip becomes a `DataFileError`."""
+    """Open `path` for reading bytes, unpacking on the fly; a damaged packed file becomes a `DataFileError`."""
     path = Path(path)
     if path.is_dir():
         raise DataFileError(path, expected="a file", found="a folder", advice="Name the data file inside it.")
     try:
-        packed = is_gzip(path)
+        raw = open(path, "rb")  # noqa: SIM115 (closed below)
     except FileNotFoundError:
         raise DataFileError(
             path, expected="a data file", found="nothing there", advice="Check the spelling and the current folder."
         ) from None
-    with open(path, "rb") as raw:
-        stream = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
+    with raw:
+        packer = packed_with(raw.peek(10)[:10])
         try:
-            yield stream
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            yield _unpacked(raw, packer)
+        except (EOFError, zlib.error, OSError) as error:
+            if packer is None or getattr(error, "errno", None) is not None:
+                raise  # an unpacker's errors have no number; others, of a broken disk say, are no fault of the file
             raise DataFileError(
                 path,
-                expected="a whole gzip file",
+                expected=f"a whole {packer} file",
                 found=f"one that is cut short or damaged ({error})",
                 advice="Copy or download it again.",
             ) from error
+
+
+def _unpacked(raw: BinaryIO, packer: str | None) -> BinaryIO:
+    if packer == "gzip":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    return cast(BinaryIO, bz2.BZ2File(raw)) if packer == "bzip2" else raw
+
+
+def most_bytes(path: PathLike, stream: BinaryIO) -> int | None:
+    """More than so many cannot come from this stream of the file; None where nobody knows."""
+    size = os.stat(path).st_size
+    if isinstance(stream, gzip.GzipFile):
+        return DEFLATE_AT_MOST * size
+    return None if isinstance(stream, bz2.BZ2File) else size
+
+
+def read_exactly(stream: BinaryIO, size: int) -> bytearray:
+    """Up to `size` bytes, fewer at the end of the file; memory grows with what comes, not with what was announced."""
+    found = bytearray()
+    while len(found) < size and (piece := stream.read(min(PIECE_BYTES, size - len(found)))):
+        found += piece
+    return found
 
 
 def line_blocks(path: PathLike, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, bytes]]:

@@ -30,7 +30,7 @@ class DataFile:
     content_sha256: str | None = None
     urls: tuple[str, ...] = ()
     served_sha256: str | None = None
-    convert: Callable[[bytes], bytes] | None = None
+    convert: Callable[..., bytes] | None = None
 
 
 @dataclass(frozen=True)

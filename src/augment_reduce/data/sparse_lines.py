@@ -94,7 +94,7 @@ def parse_features(path: PathLike, number: int, fields: Sequence[bytes], rules: 
     features: dict[int, float] = {}
     for field in fields:
         name, colon, text = field.partition(b":")
-        index = _index(path, number, field, name, colon, rules)
+        index = _index(path, number, field, name, colon, rules, fields)
         if index in features:
             raise DataFileError(
                 path,
@@ -107,7 +107,15 @@ def parse_features(path: PathLike, number: int, fields: Sequence[bytes], rules: 
     return features
 
 
-def _index(path: PathLike, number: int, field: bytes, name: bytes, colon: bytes, rules: Rules) -> int:
+def _without_colons(number: int, rules: Rules, fields: Sequence[bytes]) -> str:
+    if number == 1 and rules.n_labels is None and 2 <= len(fields) <= 3 and all(field.isdigit() for field in fields):
+        return "A first line of three numbers is the header of an XML-repository file: read it as one (format='xml')."
+    return "Labels come first and are joined by commas without blanks."
+
+
+def _index(
+    path: PathLike, number: int, field: bytes, name: bytes, colon: bytes, rules: Rules, fields: Sequence[bytes]
+) -> int:
     if name == b"qid":
         raise DataFileError(
             path,
@@ -124,9 +132,7 @@ def _index(path: PathLike, number: int, field: bytes, name: bytes, colon: bytes,
             line=number,
             expected="features as index:value with a whole number as index",
             found=f"{what}{shown(field)}",
-            advice="Number the features from 0 or 1 upwards."
-            if colon
-            else "Labels come first and are joined by commas without blanks.",
+            advice="Number the features from 0 or 1 upwards." if colon else _without_colons(number, rules, fields),
         )
     index = whole_number(name)
     if not rules.lowest <= index <= highest_index(rules):

@@ -9,14 +9,23 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from augment_reduce.data.files import DataFileError, PathLike, decode_line, empty_file, line_blocks, shown
+from augment_reduce.data.files import (
+    DataFileError,
+    PathLike,
+    decode_line,
+    empty_file,
+    first_bytes,
+    line_blocks,
+    shown,
+)
 from augment_reduce.data.rows import MultiLabelRows, assemble_csr
 from augment_reduce.data.sparse_blocks import parse_block
-from augment_reduce.data.sparse_lines import NUMBER, Block, IntArray, Rules
+from augment_reduce.data.sparse_lines import LARGEST_INDEX, NUMBER, Block, IntArray, Rules
 
 ZeroBased = bool | Literal["auto"]
 
 INTEGER = re.compile(rb"[+-]?\d{1,18}")
+SAID_BASE = re.compile(rb"column indices are (zero|one)-based", re.IGNORECASE)
 NOT_FINITE = re.compile(rb"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 
 
@@ -118,7 +127,7 @@ def parse_header(path: PathLike, line: bytes) -> tuple[int, int, int]:
             line=1,
             expected="a header of three whole numbers 'N D K' (rows, features, labels)",
             found=shown(line),
-            advice="A file without such a header may be svmlight: see read_svmlight.",
+            advice="A file without such a header may be svmlight (format='svmlight', read_svmlight).",
         )
     n_rows, n_features, n_labels = (int(field) for field in fields)
     return n_rows, n_features, n_labels
@@ -170,6 +179,8 @@ def read_svmlight(
 
 def scan_svmlight(path: PathLike, *, n_features: int | None, zero_based: ZeroBased, need_labels: bool) -> SvmlightRows:
     """`read_svmlight`, also telling how the indices were read; without `need_labels` a file may have no labels."""
+    if zero_based == "auto":
+        zero_based = said_base(path)
     auto = zero_based == "auto"
     base = 0 if zero_based is True else 1
     rules = Rules(
@@ -195,9 +206,24 @@ def scan_svmlight(path: PathLike, *, n_features: int | None, zero_based: ZeroBas
         if n_features is not None and collected.highest == n_features:
             # A 0 and an n_features cannot both be right: read again as counted from 0, to find the line.
             return scan_svmlight(path, n_features=n_features, zero_based=True, need_labels=need_labels)
-    y, labels, names = _labels(path, collected, codes, unlabelled, need_labels)
     width = n_features if n_features is not None else collected.highest + 1 - base if collected.highest >= 0 else 0
+    if width > LARGEST_INDEX:
+        raise DataFileError(
+            path, expected=f"at most {LARGEST_INDEX} features", found=f"{width}: the indices count from 0",
+            advice="Say where they begin with zero_based=.",
+        )  # fmt: skip
+    y, labels, names = _labels(path, collected, codes, unlabelled, need_labels)
     return SvmlightRows(collected.features(width, shift=base), y, labels, names, base == 0)
+
+
+def said_base(path: PathLike) -> ZeroBased:
+    """Where indices begin, if one of the comments at the top says so, as scikit-learn's do."""
+    for line in first_bytes(path).split(b"\n"):
+        if line.strip() and not line.lstrip().startswith(b"#"):
+            break
+        if said := SAID_BASE.search(line):
+            return said[1].lower() == b"zero"
+    return "auto"
 
 
 def _labels(
@@ -241,7 +267,17 @@ def label_values(path: PathLike, tokens: list[bytes]) -> np.ndarray:
             advice="Leave out the rows whose label is missing.",
         )
     if all(NUMBER.fullmatch(token) for token in tokens):
-        return np.asarray([float(token) for token in tokens])
+        values = np.asarray([float(token) for token in tokens])
+        if not np.isfinite(values).all():
+            large = tokens[int(np.flatnonzero(~np.isfinite(values))[0])]
+            raise DataFileError(
+                path,
+                line=_line_that_opens_with(path, large),
+                expected="a label that is text, or a number of 64 bits",
+                found=f"the label {shown(large)}",
+                advice="Put a letter before labels that are names made of digits.",
+            )
+        return values
     return np.asarray([token.decode("utf-8") for token in tokens])
 
 
