@@ -72,7 +72,6 @@ CSV_FAULTS = {
     "infinity": ("a,b,y\n1,2,u\ninf,1,v\n", {}, 3, "column 'a'.*'inf'"),
     "missing-label": ("a,y\n1,u\n2,\n", {}, 3, "expected a label"),
     "short-row": ("a,b,y\n1,2,u\n1,2\n", {}, 3, "3 fields.*found 2"),
-    "no-header": ("1,2,3\n4,5,6\n", {}, 1, "a header line"),
     "no-rows": ("a,y\n", {}, None, "rows below the header"),
     "empty": ("", {}, None, "an empty file"),
     "unknown-column": ("a,y\n1,u\n", {"label_column": "z"}, 1, "a column 'z'.*a, y"),

@@ -9,8 +9,7 @@ Case i of a seed is always the same, whichever others are run. `tests/test_fuzz.
 
 from .cases import Failure, Fuzzer, run
 from .models import ModelFuzzer
-
-READERS: dict = {}
+from .readers import READERS
 
 FUZZERS: dict[str, type[Fuzzer]] = {"model": ModelFuzzer, **READERS}
 

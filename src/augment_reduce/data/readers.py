@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 from scipy import sparse
 
-from augment_reduce.data.archives import read_npz, write_npz
-from augment_reduce.data.files import DataFileError, PathLike, empty_file, first_bytes, shown
+from augment_reduce.data.archives import read_labels, read_npy, read_npz, write_npz
+from augment_reduce.data.arrays import NPY_MAGIC, ZIP_MAGIC
+from augment_reduce.data.files import DataFileError, DataFileWarning, PathLike, empty_file, first_bytes, shown
 from augment_reduce.data.images import OmniglotImages, read_idx, read_omniglot_zip
 from augment_reduce.data.reductions import reduce_labels
 from augment_reduce.data.rows import LabelledRows, MultiLabelRows
 from augment_reduce.data.sparse_text import ZeroBased, read_svmlight, read_xml_repository, scan_svmlight
-from augment_reduce.data.tables import Table, read_csv
+from augment_reduce.data.tables import Auto, Table, read_csv
 
 __all__ = [
     "FORMATS",
     "DataFileError",
+    "DataFileWarning",
     "LabelledRows",
     "MultiLabelRows",
     "OmniglotImages",
@@ -28,6 +30,8 @@ __all__ = [
     "detect_format",
     "read_csv",
     "read_idx",
+    "read_labels",
+    "read_npy",
     "read_npz",
     "read_omniglot_zip",
     "read_rows",
@@ -36,37 +40,42 @@ __all__ = [
     "write_npz",
 ]
 
-FORMATS = ("svmlight", "xml", "npz", "csv")
+FORMATS = ("svmlight", "xml", "npz", "npy", "csv")
 SUFFIXES = {".svm": "svmlight", ".svmlight": "svmlight", ".libsvm": "svmlight", ".csv": "csv", ".tsv": "csv"}
-HEADER = re.compile(rb"\s*\d+\s+\d+\s+\d+\s*")
+HEADER = re.compile(rb"\s*\d+(\s+\d+){2,3}\s*")  # N D K, or one number more, which `parse_header` refuses
+PACKED = (".gz", ".bz2")
 SPARSE_ROW = re.compile(rb"[^\s:]*(\s+\d+:\S+)+\s*|\d+:\S+(\s+\d+:\S+)*\s*")
 
 
 def detect_format(path: PathLike) -> str:
     """The format of a file of rows, one of `FORMATS`, told from its contents and, in doubt, from its name."""
     start = first_bytes(path)
-    if start.startswith(b"PK\x03\x04"):
+    if start.startswith(ZIP_MAGIC):
         return "npz"
+    if start.startswith(NPY_MAGIC):
+        return "npy"
     name = Path(path)
-    suffix = Path(name.stem).suffix if name.suffix == ".gz" else name.suffix
-    if suffix.lower() in SUFFIXES:
-        return SUFFIXES[suffix.lower()]
+    suffix = (Path(name.stem).suffix if name.suffix.lower() in PACKED else name.suffix).lower()
+    if SUFFIXES.get(suffix) == "csv":
+        return "csv"
     whole = start if b"\n" in start else start.rpartition(b" ")[0]  # a first line longer than we looked: drop its stump
     lines = [line.partition(b"#")[0] for line in whole.split(b"\n")[:50]]
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise empty_file(path, "rows of data")
     if HEADER.fullmatch(lines[0]):
-        return "xml"
+        return "xml"  # also in a file called .svm: no svmlight line has numbers without colons
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
     if any(SPARSE_ROW.fullmatch(line) for line in lines):
         return "svmlight"
     if b"," in lines[0] or b"\t" in lines[0] or b";" in lines[0]:
         return "csv"
     raise DataFileError(
         path,
-        expected="a file in svmlight, XML-repository, npz or csv format",
+        expected="a file in svmlight, XML-repository, npz or csv format, or npy",
         found=f"the first line {shown(lines[0])}",
-        advice=f"If it is one of them, say which with format=, one of {', '.join(FORMATS)}.",
+        advice=f"If it is one of them, say which (format=): one of {', '.join(FORMATS)}.",
     )
 
 
@@ -77,14 +86,18 @@ def read_rows(
     n_features: int | None = None,
     zero_based: ZeroBased = "auto",
     label_column: str | int | None = -1,
-    ignore_columns: Sequence[str] = (),
+    ignore_columns: Sequence[str | int] = (),
+    header: Auto = "auto",
+    keep_index: bool = False,
+    labels: PathLike | None = None,
     reduction: str | None = None,
     need_labels: bool = True,
 ) -> LabelledRows:
-    """Read features and labels from a svmlight, XML-repository, npz or csv file, packed with gzip or not.
+    """Read features and labels from a svmlight, XML-repository, npz, npy or csv file, packed with gzip, bzip2 or not.
 
     - `n_features`: how many features there must be (svmlight may then lack the last ones; others must have so many).
-    - `zero_based`: svmlight only. `label_column`, `ignore_columns`: csv only.
+    - `zero_based`: svmlight only. `label_column`, `ignore_columns`, `header`, `keep_index`: csv only, see `read_csv`.
+    - `labels`: the file that has the labels, where they are not in `path`: see `read_labels`.
     - `reduction`: for rows with sets of labels, "first" or "all" (see `reductions`). Without it, sets that all have
       exactly one label are taken as they are; others are refused, or with `need_labels=False` left out (`y` is None).
     - `need_labels=False`: a file without labels is fine, as for prediction.
@@ -92,14 +105,20 @@ def read_rows(
     if format == "auto":
         format = detect_format(path)
     if format == "svmlight":
-        found = scan_svmlight(path, n_features=n_features, zero_based=zero_based, need_labels=need_labels)
+        required = need_labels and labels is None
+        found = scan_svmlight(path, n_features=n_features, zero_based=zero_based, need_labels=required)
         rows = LabelledRows(found.X, found.y, format, found.labels, None, found.label_names, None, found.zero_based)
     elif format == "xml":
         sets = read_xml_repository(path)
         rows = LabelledRows(sets.X, None, format, sets.labels)
-    elif format in ("npz", "csv"):
-        csv = format == "csv"
-        table = read_csv(path, label_column=label_column, ignore_columns=ignore_columns) if csv else read_npz(path)
+    elif format in ("npz", "npy", "csv"):
+        if format == "csv":
+            table = read_csv(
+                path, label_column=None if labels is not None else label_column, ignore_columns=ignore_columns,
+                header=header, keep_index=keep_index,
+            )  # fmt: skip
+        else:
+            table = read_npz(path) if format == "npz" else read_npy(path)
         rows = LabelledRows(table.X, table.y, format, table.labels, None, table.class_names, table.feature_names)
     else:
         raise ValueError(f"Expected a format among 'auto', {', '.join(map(repr, FORMATS))}, but found {format!r}.")
@@ -110,14 +129,34 @@ def read_rows(
             found=f"{rows.n_features:,}",
             advice="Give the same columns as in training.",
         )
+    if labels is not None:
+        rows = _with_labels(path, rows, labels)
     return _one_label_each(path, rows, reduction, need_labels)
+
+
+def _with_labels(path: PathLike, rows: LabelledRows, labels: PathLike) -> LabelledRows:
+    """The rows with the labels of another file; XML rows may have empty sets, which are no labels."""
+    if rows.y is not None or (rows.labels is not None and rows.labels.nnz):
+        raise DataFileError(
+            path,
+            expected="rows without labels, as they come from another file",
+            found="labels",
+            advice="Leave out the file of labels (labels=), or the labels here.",
+        )
+    y, sets = read_labels(labels, rows.n_rows)
+    return replace(rows, y=y, labels=sets)
 
 
 def _one_label_each(path: PathLike, found: LabelledRows, reduction: str | None, need_labels: bool) -> LabelledRows:
     """One label a row as it is; sets of labels through `reduction`."""
     if found.labels is None:
         if found.y is None and need_labels:
-            raise DataFileError(path, expected="a label on every row", found="none", advice="Labels are needed here.")
+            raise DataFileError(
+                path,
+                expected="a label on every row",
+                found="none",
+                advice="Labels are needed here; if they are in another file, name it (labels=).",
+            )
         return found
     if reduction is not None:
         X = found.X if sparse.issparse(found.X) else sparse.csr_matrix(found.X)
@@ -131,7 +170,7 @@ def _one_label_each(path: PathLike, found: LabelledRows, reduction: str | None, 
             path,
             expected="one label a row",
             found=f"rows with {per_row.min()} to {per_row.max()} labels",
-            advice="Choose a reduction: 'first' keeps every row's lowest label, 'all' makes every (row, label) pair "
-            "an example.",
+            advice="Choose a reduction (reduction=): 'first' keeps every row's lowest label, 'all' makes every "
+            "(row, label) pair an example.",
         )
     return found

@@ -1,19 +1,38 @@
-"""Tables in csv files with a header line."""
+"""Tables in csv files, with a header line or without."""
 
 from __future__ import annotations
 
 import csv
+import itertools
+import re
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 
-from augment_reduce.data.files import DataFileError, PathLike, decode_line, empty_file, line_blocks, shown
+from augment_reduce.data.csv_columns import Cells, delimiter_of, find_column, find_columns
+from augment_reduce.data.csv_guesses import counts_rows, is_index, n_unnamed, names_columns
+from augment_reduce.data.files import (
+    DataFileError,
+    DataFileWarning,
+    PathLike,
+    decode_line,
+    empty_file,
+    line_blocks,
+    shown,
+)
 from augment_reduce.data.rows import Features
 from augment_reduce.data.sparse_text import label_values
 
 CSV_BLOCK = 2048  # rows converted at a time
+LOOKED_AT = 1000  # rows that are asked whether the first line is one of them
+SEPARATOR_LINE = re.compile(r"sep=(.)\s*")  # which Excel puts first
+
+Record = tuple[int, list[str]]  # the number of its last line, and its fields
+Auto = bool | Literal["auto"]
 
 
 class Table(NamedTuple):
@@ -30,43 +49,133 @@ def read_csv(
     path: PathLike,
     *,
     label_column: str | int | None = -1,
-    ignore_columns: Sequence[str] = (),
+    ignore_columns: Sequence[str | int] = (),
     delimiter: str | None = None,
+    header: Auto = "auto",
+    keep_index: bool = False,
 ) -> Table:
-    """Read a csv file with a header line, gzip or not; every column but the label's must hold numbers.
+    """Read a csv file, packed or not; every column but the label's must hold numbers, or the words True and False.
 
-    `label_column` is a name or a position (0 is the first, -1 the last; None: the file has no labels). Labels may be
-    text. `ignore_columns` names columns to leave out. `delimiter` is told from the header unless given.
+    - `label_column` is a name or a position (0 is the first, -1 the last; None: the file has no labels). Labels may be
+      text. `ignore_columns` names columns to leave out. `delimiter` is told from the first line unless given.
+    - `header`: whether the first line names the columns. "auto" takes a line of numbers for a row, and warns; see
+      `csv_guesses.names_columns`.
+    - A first column without a name that numbers the rows, as pandas writes its index, is left out, with a warning,
+      unless `keep_index`.
     """
-    lines = _text_lines(path)
-    header_line = next(lines, "")
-    if not header_line.strip():
-        raise empty_file(path, "a header line with column names")
-    delimiter = delimiter or max(",;\t", key=header_line.count)
-    header = [name.strip() for name in next(csv.reader([header_line], delimiter=delimiter))]
-    if all(_is_number(name) for name in header):
-        raise DataFileError(
-            path,
-            line=1,
-            expected="a header line with column names",
-            found=shown(header_line.rstrip()),
-            advice="Put the names of the columns on the first line.",
-        )
-    label_at = None if label_column is None else find_column(path, header, label_column)
-    left_out = {find_column(path, header, name) for name in ignore_columns} | {label_at}
-    kept = [i for i in range(len(header)) if i not in left_out]
-    codes: dict[bytes, int] = {}
-    ids: list[int] = []
-    blocks: list[np.ndarray] = []
-    reader = csv.reader(lines, delimiter=delimiter)
-    for numbers, rows in _row_blocks(path, reader, header):
-        blocks.append(_numbers(path, numbers, rows, header, kept))
+    records, first = _first_record(path, delimiter)
+    label_at, names, rows = _header(path, first, records, label_column, ignore_columns, header)
+    shape = _shape(first, names)
+    left_out = {i for column in ignore_columns for i in find_columns(path, shape, column)} | {label_at}
+    kept = [i for i in range(len(shape)) if i not in left_out]
+    candidates = 0 if keep_index else 1 if names is None else n_unnamed(names)
+    cells = Cells(path, names, kept)
+    ids, codes, blocks, indexes = list[int](), dict[bytes, int](), list[np.ndarray](), list[np.ndarray]()
+    n_candidates = sum(i < candidates for i in kept)
+    for lines, fields in _row_blocks(path, rows, len(shape)):
+        numbers = cells.numbers(lines, fields)
+        indexes.append(numbers[:, :n_candidates])
+        blocks.append(numbers[:, n_candidates:].astype(np.float32))
         if label_at is not None:
-            ids += [_label_code(path, codes, row[label_at], number) for number, row in zip(numbers, rows, strict=True)]
+            ids += [_label_code(path, codes, row[label_at], line) for line, row in zip(lines, fields, strict=True)]
     if not blocks:
         raise DataFileError(path, expected="rows below the header", found="none", advice="Was it copied to the end?")
+    X, first_columns = np.concatenate(blocks), np.concatenate(indexes)
+    stays = [j for j in range(n_candidates) if not _is_index(path, names, first_columns[:, j])]
+    X = np.concatenate([first_columns[:, stays].astype(np.float32), X], axis=1) if stays else X
     y = None if label_at is None else label_values(path, list(codes))[np.asarray(ids)]
-    return Table(np.concatenate(blocks), y, [header[i] for i in kept])
+    kept = [*(kept[j] for j in stays), *kept[n_candidates:]]
+    return Table(X, y, None if names is None else [names[i] for i in kept])
+
+
+def csv_header(path: PathLike, *, header: Auto = "auto") -> tuple[list[str], bool]:
+    """The fields of the first line, and whether they name the columns, for a file whose labels are in the last."""
+    records, first = _first_record(path, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataFileWarning)
+        _, names, _ = _header(path, first, records, -1, (), header)
+    return [cell.strip() for cell in first[1]], names is not None
+
+
+# ---- the first line, and the first column ----
+
+
+def _header(
+    path: PathLike, first: Record, records: Iterator[Record], label_column: str | int | None,
+    ignore_columns: Sequence[str | int], header: Auto,
+) -> tuple[int | None, list[str] | None, Iterator[Record]]:  # fmt: skip
+    """(position of the label's column, names of the columns or None, the rows)."""
+    line, fields = first
+    names = [cell.strip() for cell in fields]
+    by_name = [column for column in (label_column, *ignore_columns) if isinstance(column, str)]
+    if header == "auto" and not any(column in names and not column.isdigit() for column in by_name):
+        ahead = list(itertools.islice(records, LOOKED_AT))
+        records = itertools.chain(ahead, records)
+        label_at = None if label_column is None else _position(names, label_column)
+        header, sure = names_columns(names, [row for _, row in ahead], label_at)
+        if not header or not sure:
+            _say_header(path, line, header)
+    shape = _shape(first, names if header else None)
+    label_at = None if label_column is None else find_column(path, shape, label_column)
+    return (label_at, names, records) if header else (label_at, None, itertools.chain([first], records))
+
+
+def _shape(first: Record, names: list[str] | None) -> list[str]:
+    """What columns are called by; in a file without header their positions."""
+    return [str(i) for i in range(len(first[1]))] if names is None else names
+
+
+def _position(names: Sequence[str], column: str | int) -> int | None:
+    """Where the label may be, for the guess; what is no position is refused later."""
+    try:
+        at = int(column)
+    except ValueError:
+        return None
+    return at % len(names) if -len(names) <= at < len(names) else None
+
+
+def _say_header(path: PathLike, line: int, header: bool) -> None:
+    if header:
+        fact = "the first line, of numbers, was taken for the names of the columns"
+        advice = "If it is a row, say header=False."
+    else:
+        fact = "the first line has no names, so it was taken for a row: a file without a header"
+        advice = "If it names the columns, say header=True."
+    warnings.warn(DataFileWarning(path, fact, advice, line=line), stacklevel=4)
+
+
+def _is_index(path: PathLike, names: Sequence[str] | None, values: npt.NDArray[np.float64]) -> bool:
+    """Whether a first column numbers the rows; if so it is left out, and that is said."""
+    if not (counts_rows(values) if names is None else is_index(values)):
+        return False
+    low, high = int(values.min()), int(values.max())
+    fact = f"the first column has no name and numbers the rows ({low} to {high}), so it was left out as an index"
+    advice = "To keep it as a feature, give it a name, or say keep_index=True."
+    warnings.warn(DataFileWarning(path, fact, advice), stacklevel=3)
+    return True
+
+
+# ---- rows ----
+
+
+def _first_record(path: PathLike, delimiter: str | None) -> tuple[Iterator[Record], Record]:
+    """The records after the first, and the first."""
+    lines = _text_lines(path)
+    skipped, first = 0, ""
+    for first in lines:
+        separator = SEPARATOR_LINE.fullmatch(first)
+        if separator:
+            delimiter = delimiter or separator[1]
+        elif first.strip():
+            break
+        skipped, first = skipped + 1, ""
+    if not first:
+        raise empty_file(path, "a header line with column names, or rows")
+    records = _records(path, itertools.chain([first], lines), delimiter or delimiter_of(first), skipped)
+    record = next(records, None)
+    if record is None:
+        raise empty_file(path, "a header line with column names, or rows")
+    return records, record
 
 
 def _text_lines(path: PathLike) -> Iterator[str]:
@@ -75,65 +184,36 @@ def _text_lines(path: PathLike) -> Iterator[str]:
             yield decode_line(path, number, line) + "\n"
 
 
-def _row_blocks(path: PathLike, reader: Any, header: Sequence[str]) -> Iterator[tuple[list[int], list[list[str]]]]:
-    """Line numbers and fields, `CSV_BLOCK` rows at a time; blank lines are skipped."""
-    numbers: list[int] = []
-    rows: list[list[str]] = []
+def _records(path: PathLike, lines: Iterator[str], delimiter: str, skipped: int) -> Iterator[Record]:
+    """The number of its last line and the fields of each record; blank ones are left out."""
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         for row in reader:
-            if not row:
-                continue
-            number = reader.line_num + 1  # the header was taken off before the reader began
-            if len(row) != len(header):
+            if len(row) > 1 or (row and row[0].strip()):
+                yield reader.line_num + skipped, row
+    except csv.Error as error:
+        raise DataFileError(
+            path,
+            line=reader.line_num + skipped,
+            expected="a csv record",
+            found=f"something else ({error})",
+            advice="Is a quote never closed, or in the middle of a cell? Quotes inside of cells are doubled.",
+        ) from error
+
+
+def _row_blocks(path: PathLike, records: Iterator[Record], width: int) -> Iterator[tuple[list[int], list[list[str]]]]:
+    """Line numbers and fields, `CSV_BLOCK` rows at a time."""
+    while block := list(itertools.islice(records, CSV_BLOCK)):
+        for line, row in block:
+            if len(row) != width:
                 raise DataFileError(
                     path,
-                    line=number,
-                    expected=f"{len(header)} fields, as in the header",
+                    line=line,
+                    expected=f"{width} fields, as in the first line",
                     found=f"{len(row)}",
                     advice="Quote fields that contain the delimiter.",
                 )
-            numbers.append(number)
-            rows.append(row)
-            if len(rows) == CSV_BLOCK:
-                yield numbers, rows
-                numbers, rows = [], []
-    except csv.Error as error:
-        raise DataFileError(path, line=reader.line_num + 1, expected="a csv row", found=str(error)) from error
-    if rows:
-        yield numbers, rows
-
-
-def _numbers(
-    path: PathLike, numbers: Sequence[int], rows: Sequence[Sequence[str]], header: Sequence[str], kept: Sequence[int]
-) -> np.ndarray:
-    """The kept columns as float32; the first cell that is no finite number is reported with line and column."""
-    try:
-        block = np.asarray([[float(row[i]) for i in kept] for row in rows], np.float64).reshape(len(rows), len(kept))
-        if np.abs(block).max(initial=0.0) <= np.finfo(np.float32).max:  # false for NaN and infinity as well
-            return block.astype(np.float32)
-    except ValueError:
-        pass
-    for number, row in zip(numbers, rows, strict=True):
-        for i in kept:
-            if not _is_number(row[i]) or not abs(float(row[i])) <= np.finfo(np.float32).max:
-                raise DataFileError(
-                    path,
-                    line=number,
-                    where=f"column {header[i]!r}",
-                    expected="a finite number",
-                    found=shown(row[i]) if row[i].strip() else "an empty cell",
-                    advice="Fill missing values in, turn text into numbers, or leave the column out "
-                    "(ignore_columns; label_column names the label).",
-                )
-    raise AssertionError("unreachable: some cell was refused above")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        yield [line for line, _ in block], [row for _, row in block]
 
 
 def _label_code(path: PathLike, codes: dict[bytes, int], text: str, number: int) -> int:
@@ -143,21 +223,3 @@ def _label_code(path: PathLike, codes: dict[bytes, int], text: str, number: int)
             path, line=number, expected="a label", found=shown(text), advice="Leave out rows whose label is missing."
         )
     return codes.setdefault(text.encode(), len(codes))
-
-
-def find_column(path: PathLike, header: Sequence[str], column: str | int) -> int:
-    """The position of a column given by name or by position (also as text, if no column has that name)."""
-    if isinstance(column, str) and header.count(column) == 1:
-        return header.index(column)
-    if isinstance(column, str) and column not in header and column.lstrip("-").isdigit():
-        column = int(column)
-    if isinstance(column, int) and -len(header) <= column < len(header):
-        return column % len(header)
-    many = "more than one of that name" if isinstance(column, str) and column in header else "none such"
-    raise DataFileError(
-        path,
-        line=1,
-        expected=f"a column {column!r}",
-        found=f"{many} among the {len(header)}: {', '.join(header[:12])}{', …' if len(header) > 12 else ''}",
-        advice="Name one of them, or give its position (-1 is the last).",
-    )

@@ -1,0 +1,80 @@
+"""What a csv file does not say: whether its first line names the columns, and whether its first column is an index.
+
+pandas writes its index as a first column without a name, and R its row names; taken for a feature, the number of a row
+gives its label away. A first line of numbers may be a row, or the years that name the columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+UNNAMED = re.compile(r"(Unnamed: \d+(\.\d+)*)?")  # pandas calls columns so that it has read without a name
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+WHOLE = re.compile(r"0|[1-9]\d*", re.ASCII)
+FEWEST_NUMBERED = 4  # columns called 0, 1, 2, ... as pandas does; fewer numbers in a row may be data
+FEWEST_COUNTED = 10  # rows counted by a column of a file without header; fewer may be data
+RARE = 0.1  # share of rows whose label is nobody else's, from which a label alone proves nothing
+
+
+def is_number(text: str) -> bool:
+    return NUMBER.fullmatch(text) is not None
+
+
+# ---- the first line ----
+
+
+def names_columns(first: Sequence[str], rows: Sequence[Sequence[str]], label_at: int | None) -> tuple[bool, bool]:
+    """(whether the first line names the columns, whether that is as good as certain), from some of the rows below it.
+
+    It does where a feature's is no number. Where all are numbers it is a row, unless they are 0, 1, 2, ..., or
+    different whole numbers beside a label that no row has although most labels come again.
+    """
+    features = [cell for i, cell in enumerate(first) if i != label_at]
+    if not all(map(is_number, features)) or not features:
+        return True, True
+    if [*first] == [str(i) for i in range(len(first))]:
+        return len(first) >= FEWEST_NUMBERED, False
+    if label_at is None or is_number(first[label_at]):
+        return False, True
+    labels = [row[label_at].strip() for row in rows if len(row) > label_at]
+    if first[label_at].strip() in labels:
+        return False, True
+    numbered = features == [str(i) for i in range(len(features))]
+    different = all(map(WHOLE.fullmatch, features)) and len(set(features)) == len(features)
+    counts = Counter(labels)
+    alone = sum(count == 1 for count in counts.values())
+    labels_come_again = bool(labels) and alone < RARE * len(labels)
+    return different and (labels_come_again or (numbered and len(features) > 1)), numbered
+
+
+# ---- the first columns ----
+
+
+def n_unnamed(names: Sequence[str]) -> int:
+    """How many columns at the beginning have no name."""
+    return next((i for i, name in enumerate(names) if not UNNAMED.fullmatch(name)), len(names))
+
+
+def is_index(values: npt.NDArray[np.float64]) -> bool:
+    """Whether a column without a name numbers the rows: whole numbers that all differ (also some of them, in any
+    order), or that count and begin again, as where tables were joined."""
+    if not len(values) or not (
+        np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()
+    ):
+        return False
+    if len(np.unique(values)) == len(values):
+        return True
+    begins = np.flatnonzero(np.diff(values) != 1.0) + 1
+    return bool((values[begins] == values[0]).all() and len(begins) < len(values) / 2)
+
+
+def counts_rows(values: npt.NDArray[np.float64]) -> bool:
+    """Whether a column of a file without header is 0, 1, 2, ... or 1, 2, 3, ..., and long enough to be no chance."""
+    if len(values) < FEWEST_COUNTED or values[0] not in (0.0, 1.0):
+        return False
+    return bool((values == values[0] + np.arange(len(values))).all())
