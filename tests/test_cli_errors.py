@@ -32,8 +32,8 @@ def test_bad_input_is_refused_before_anything_is_written(place, tmp_path):
     assert "line 2" in refused("fit", bad, "-o", output)
     assert "nothing there" in refused("fit", tmp_path / "absent.svm", "-o", output)
     assert "softmax only" in refused("fit", data, "-o", output, "--model", "probit", "--method", "one-vs-each")
-    assert "prior_variance" in refused("fit", data, "-o", output, "--prior-variance", "-1")
-    assert "max_epochs" in refused("fit", data, "-o", output, "--max-iter", 3, "--max-epochs", 3)
+    assert "Expected --prior-variance to be" in refused("fit", data, "-o", output, "--prior-variance", "-1")
+    assert "Both --max-iter and --max-epochs" in refused("fit", data, "-o", output, "--max-iter", 3, "--max-epochs", 3)
     one = tmp_path / "one.svm"
     one.write_text("c0 1:1\nc0 2:1\n")
     assert "two classes" in refused("fit", one, "-o", output)

@@ -6,10 +6,12 @@ scikit-learn. A new command is one function under `@app.command` and `@explained
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -19,6 +21,7 @@ from .._version import __version__
 from ..experiments.command import reproduce
 from . import options as opt
 from . import show
+from .wording import in_options
 from .writing import STDOUT
 
 if TYPE_CHECKING:
@@ -66,7 +69,8 @@ def explained(command: Command) -> Command:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with _data_warnings_shown():
+                command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except KeyboardInterrupt:
@@ -81,7 +85,7 @@ def explained(command: Command) -> Command:
 
 def _explanation(error: Exception) -> tuple[str, int]:
     """What to say, and the exit code: 2 where the input is to blame, 1 where running failed."""
-    text = " ".join(str(error).split())
+    text = " ".join(_in_options(error).split())
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}."
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
@@ -93,6 +97,31 @@ def _explanation(error: Exception) -> tuple[str, int]:
     if isinstance(error, FloatingPointError | OSError):
         return text, FAILED
     return f"{type(error).__name__}: {text} This is not expected; --debug shows where it happened.", FAILED
+
+
+def _in_options(said: Exception | Warning) -> str:
+    """The message, with options in place of arguments; not in what it quotes from a file."""
+    fact, advice = getattr(said, "fact", None), getattr(said, "advice", "")
+    return in_options(str(said)) if fact is None else f"{fact} {in_options(advice)}".rstrip()
+
+
+@contextlib.contextmanager
+def _data_warnings_shown() -> Iterator[None]:
+    """What was done with a data file that can be read in more than one way is said in a line on standard error."""
+    from ..data.files import DataFileWarning
+
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def shown(message: Any, *where: Any, **options: Any) -> None:
+            if isinstance(message, DataFileWarning):
+                show.note(_in_options(message))
+            else:
+                usual(message, *where, **options)
+
+        warnings.showwarning = shown
+        warnings.simplefilter("always", DataFileWarning)
+        yield
 
 
 def _stop(message: str, code: int) -> NoReturn:
@@ -111,6 +140,9 @@ def fit(
     format: opt.Format = opt.Formats.auto,
     label_column: opt.LabelColumn = None,
     ignore_column: opt.IgnoreColumn = None,
+    header: opt.Header = None,
+    keep_index: opt.KeepIndex = False,
+    labels: opt.Labels = None,
     zero_based: opt.ZeroBased = None,
     reduction: opt.Reduction = None,
     label_names: opt.LabelNames = None,
@@ -156,7 +188,10 @@ def fit(
         "validation_fraction": validation_fraction, "verbose": 0 if quiet else 1,
     }  # fmt: skip
     plain = {name: str(value) if isinstance(value, str) else value for name, value in parameters.items()}
-    reading = _reading(format, label_column, ignore_column, zero_based, reduction, label_names)
+    reading = _reading(
+        format, label_column, ignore_column, header, zero_based, reduction=reduction, labels=labels,
+        label_names=label_names, keep_index=keep_index,
+    )  # fmt: skip
     summary = fit_file(data, output, reading, plain, resume=resume, min_count=min_count)
     if json_output:
         show.as_json(summary)
@@ -178,8 +213,10 @@ def predict(
     format: opt.Format = opt.Formats.auto,
     label_column: opt.LabelColumn = None,
     ignore_column: opt.IgnoreColumn = None,
+    header: opt.Header = None,
     zero_based: opt.ZeroBased = None,
     n_jobs: opt.NJobs = None,
+    quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
     """Name the most probable classes of every row, with their probabilities.
@@ -199,7 +236,7 @@ def predict(
     if output != STDOUT and not is_special(output):
         check_output(output, [data, model])
     loaded = load_for_prediction(model, n_jobs)
-    reading = _reading(format, label_column, ignore_column, zero_based, None, None)
+    reading = _reading(format, label_column, ignore_column, header, zero_based)
     X = read_file(data, reading, loaded, need_labels=False).found.X
     blocks = predict_blocks(loaded, X, min(top, len(loaded.classes_)))
     with opened(output) as stream:
@@ -214,6 +251,8 @@ def evaluate(
     format: opt.Format = opt.Formats.auto,
     label_column: opt.LabelColumn = None,
     ignore_column: opt.IgnoreColumn = None,
+    header: opt.Header = None,
+    labels: opt.Labels = None,
     zero_based: opt.ZeroBased = None,
     reduction: opt.Reduction = None,
     label_names: opt.LabelNames = None,
@@ -228,6 +267,7 @@ def evaluate(
     n_jobs: opt.NJobs = None,
     reliability: opt.Reliability = None,
     json_output: opt.Json = False,
+    quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
     """Say how good a model is on labelled rows that it has not seen.
@@ -242,7 +282,10 @@ def evaluate(
     """
     from .commands import evaluate_file
 
-    reading = _reading(format, label_column, ignore_column, zero_based, reduction, label_names)
+    reading = _reading(
+        format, label_column, ignore_column, header, zero_based, reduction=reduction, labels=labels,
+        label_names=label_names,
+    )  # fmt: skip
     result = evaluate_file(model, data, reading, skip_unseen=skip_unseen, n_jobs=n_jobs, reliability=reliability)
     if json_output:
         show.as_json(result)
@@ -284,14 +327,16 @@ app.command(rich_help_panel="Commands")(explained(reproduce))
 
 
 def _reading(
-    format: opt.Formats, label_column: str | None, ignore_column: Sequence[str] | None, zero_based: bool | None,
-    reduction: opt.Reductions | None, label_names: Path | None,
+    format: opt.Formats, label_column: str | None, ignore_column: Sequence[str] | None, header: bool | None,
+    zero_based: bool | None, *, reduction: opt.Reductions | None = None, labels: Path | None = None,
+    label_names: Path | None = None, keep_index: bool = False,
 ) -> Reading:  # fmt: skip
     from .reading import Reading
 
     return Reading(
-        format.value, label_column, tuple(ignore_column or ()), zero_based,
-        None if reduction is None else reduction.value, label_names,
+        format=format.value, label_column=label_column, ignore_columns=tuple(ignore_column or ()), header=header,
+        labels=labels, zero_based=zero_based, reduction=None if reduction is None else reduction.value,
+        label_names=label_names, keep_index=keep_index,
     )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ class Formats(StrEnum):
     svmlight = "svmlight"
     xml = "xml"
     npz = "npz"
+    npy = "npy"
     csv = "csv"
 
 
@@ -82,7 +83,9 @@ class Layouts(StrEnum):
 
 Data = Annotated[
     Path,
-    typer.Argument(metavar="DATA", help="Rows: svmlight, XML repository, npz or csv; gzip or not.", show_default=False),
+    typer.Argument(
+        metavar="DATA", help="Rows: svmlight, XML repository, npz, npy or csv; gzip, bzip2 or not.", show_default=False
+    ),
 ]
 ModelFile = Annotated[
     Path,
@@ -103,6 +106,34 @@ IgnoreColumn = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME", help="csv: a column to leave out; may be repeated.", show_default=False, rich_help_panel=FILES
+    ),
+]
+Header = Annotated[
+    bool | None,
+    typer.Option(
+        "--header/--no-header",
+        help="csv: the first line names the columns, or is a row. "
+        "[dim]Default: a line of numbers is a row; what was decided is said.[/dim]",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+KeepIndex = Annotated[
+    bool,
+    typer.Option(
+        "--keep-index",
+        help="csv: take a first column without a name for a feature, even if it numbers the rows.",
+        rich_help_panel=FILES,
+    ),
+]
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The labels of the rows, where DATA has none: npz (sparse: every entry is a label), npy, or text with a "
+        "label on each line.",
+        show_default=False,
+        rich_help_panel=FILES,
     ),
 ]
 ZeroBased = Annotated[

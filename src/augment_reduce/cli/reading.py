@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import sparse
 
 from ..data import DataFileError, LabelledRows, MultiLabelRows, all_pairs, detect_format, read_rows, reduce_labels
-from ..data.files import line_blocks, read_names
+from ..data.csv_guesses import UNNAMED, n_unnamed
+from ..data.files import read_names
+from ..data.sparse_text import said_base
+from ..data.tables import Auto, csv_header
 from ..estimator import AugmentReduceClassifier
 
 
@@ -23,6 +26,9 @@ class Reading:
     format: str = "auto"
     label_column: str | None = None
     ignore_columns: Sequence[str] = ()
+    header: bool | None = None
+    keep_index: bool = False
+    labels: Path | None = None
     zero_based: bool | None = None
     reduction: str | None = None
     label_names: Path | None = None
@@ -57,7 +63,8 @@ def read_file(
         path,
         format,
         n_features=None if model is None else model.n_features_in_,
-        zero_based=_zero_based(reading, model),
+        zero_based=_zero_based(path, format, reading, model),
+        labels=reading.labels if need_labels else None,
         need_labels=need_labels and reading.reduction is None,
         **columns,
     )
@@ -68,10 +75,15 @@ def read_file(
         return FileRows(found, nothing, nothing, nothing, nothing)
     if found.labels is None:
         if found.y is None:
-            raise DataFileError(path, expected="a label on every row", found="none", advice="Labels are needed here.")
+            raise DataFileError(
+                path,
+                expected="a label on every row",
+                found="none",
+                advice="Labels are needed here; if they are in another file, name it (labels=).",
+            )
         rows, y = np.arange(found.n_rows), _named(path, found.y, found, reading)
         return FileRows(found, rows, y, rows, y)
-    sets = MultiLabelRows(found.X, found.labels)
+    sets = MultiLabelRows(sparse.csr_matrix(found.X), found.labels)
     pairs = all_pairs(sets)
     chosen = pairs if reading.reduction in (None, "all") else reduce_labels(sets, reading.reduction)
     y, pair_y = (_named(path, examples.y, found, reading) for examples in (chosen, pairs))
@@ -89,15 +101,21 @@ def _named(path: Path, y: np.ndarray, found: LabelledRows, reading: Reading) -> 
             path,
             expected=f"label numbers from 0 to {len(names) - 1:,}, one for each of the {len(names):,} names",
             found=highest,
-            advice="Line i of --label-names names label i - 1.",
+            advice="Line i of the names (label_names) names label i - 1.",
         )
     return np.asarray(names)[y]
 
 
-def _zero_based(reading: Reading, model: AugmentReduceClassifier | None) -> Any:
-    """As the user says; without a model found out; with one as in its training file, see `feature_names`."""
-    if reading.zero_based is not None or model is None:
-        return "auto" if reading.zero_based is None else reading.zero_based
+def _zero_based(path: Path, format: str, reading: Reading, model: AugmentReduceClassifier | None) -> Any:
+    """As the user says, or a comment of the file; without a model found out; with one as in its training file, see
+    `feature_names`."""
+    if reading.zero_based is not None:
+        return reading.zero_based
+    if model is None or format != "svmlight":
+        return "auto"
+    said = said_base(path)
+    if said != "auto":
+        return said
     names = getattr(model, "feature_names_in_", None)
     return names is not None and str(names[0]) == "0"
 
@@ -116,14 +134,29 @@ def _csv_columns(
     path: Path, reading: Reading, model: AugmentReduceClassifier | None, need_labels: bool
 ) -> dict[str, Any]:
     """Which column holds the label and which are left out: with a model, all that it has not been trained on."""
+    if reading.labels is not None and reading.label_column is not None:
+        raise ValueError("The labels are in another file (labels=), so no column of this one has them (label_column).")
     label = -1 if reading.label_column is None else reading.label_column
+    header: Auto = "auto" if reading.header is None else reading.header
+    plain = {
+        "label_column": label, "ignore_columns": reading.ignore_columns, "header": header,
+        "keep_index": reading.keep_index,
+    }  # fmt: skip
     if model is None:
-        return {"label_column": label, "ignore_columns": reading.ignore_columns}
-    header = _csv_header(path)
+        return plain
     known = getattr(model, "feature_names_in_", None)
-    if known is None:  # trained on a file without names: the columns must simply be as many
-        bare = not need_labels and reading.label_column is None and len(header) == model.n_features_in_
-        return {"label_column": None if bare else label, "ignore_columns": reading.ignore_columns}
+    if known is not None:
+        return _known_columns(path, reading, list(known), need_labels)
+    # Trained on a file without names: the columns must simply be as many.
+    fields, named = csv_header(path, header=header)
+    n_columns = len(fields) - (n_unnamed(fields) if named else 0)
+    bare = not need_labels and reading.label_column is None and n_columns == model.n_features_in_
+    return plain | {"label_column": None} if bare else plain
+
+
+def _known_columns(path: Path, reading: Reading, known: Sequence[str], need_labels: bool) -> dict[str, Any]:
+    """As `_csv_columns`, for a model that knows its features by name: from a header, whatever that looks like."""
+    header, _ = csv_header(path, header=reading.header is not False)
     missing = [name for name in known if name not in header]
     if missing:
         raise DataFileError(
@@ -131,28 +164,25 @@ def _csv_columns(
             line=1,
             expected=f"the {len(known)} feature columns that the model was trained on",
             found=f"no column {', '.join(map(repr, missing[:5]))}{' …' if len(missing) > 5 else ''}",
-            advice="Give the same columns as in training, in any order.",
+            advice="Give the same columns as in training, in any order, with a header line that names them.",
         )
-    others = [name for name in header if name not in set(known)]
-    if not need_labels:
-        return {"label_column": None, "ignore_columns": others}
-    if reading.label_column is None:
-        if len(others) != 1:
+    others = [name for name in dict.fromkeys(header) if name not in set(known)]
+    columns = {"header": True, "keep_index": True}  # an index that is no feature of the model is among the others
+    if not need_labels or reading.labels is not None:
+        return columns | {"label_column": None, "ignore_columns": others}
+    label = reading.label_column
+    if label is None:
+        labels = [name for name in others if not UNNAMED.fullmatch(name)]
+        if len(labels) != 1:
             raise DataFileError(
                 path,
                 line=1,
                 expected="one column beside the model's features, the label",
-                found=f"{len(others)}: {', '.join(map(repr, others[:5]))}" if others else "none",
-                advice="Name it with --label-column.",
+                found=f"{len(labels)}: {', '.join(map(repr, labels[:5]))}" if labels else "none",
+                advice="Say which it is (label_column).",
             )
-        label = others[0]
-    return {"label_column": label, "ignore_columns": [name for name in others if name != label]}
-
-
-def _csv_header(path: Path) -> list[str]:
-    _, block = next(line_blocks(path), (1, b""))
-    line = block.partition(b"\n")[0].decode("utf-8", errors="replace")
-    return [name.strip() for name in next(csv.reader([line], delimiter=max(",;\t", key=line.count)), [])]
+        label = labels[0]
+    return columns | {"label_column": label, "ignore_columns": [name for name in others if name != label]}
 
 
 def _in_model_order(found: LabelledRows, model: AugmentReduceClassifier) -> LabelledRows:

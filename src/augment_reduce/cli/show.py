@@ -24,6 +24,11 @@ def error(message: str) -> None:
     Console(stderr=True).print(f"[bold red]Error:[/] {escaped(message)}", highlight=False, soft_wrap=True)
 
 
+def note(message: str) -> None:
+    """One line on standard error that is no error."""
+    Console(stderr=True).print(f"[bold]Note:[/] {escaped(message)}", highlight=False, soft_wrap=True)
+
+
 def escaped(text: str) -> str:
     """Text that rich prints as it is."""
     return text.replace("\\", "\\\\").replace("[", r"\[")
