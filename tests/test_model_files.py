@@ -397,3 +397,13 @@ def test_layouts_bind_sizes_by_name():
     for a, b in ((torch.zeros(2, 4), [0, 2]), (torch.zeros(1, 3), [0, 2]), (torch.zeros(2, 3), [0, 3])):
         with pytest.raises(LayoutError):
             check({"a": a, "b": torch.tensor(b, dtype=torch.int32)}, layout, {"D": 3}, torch.float32)
+
+
+@pytest.mark.parametrize("place", ["", ".", "no folder/m", "m" * 256, "pipe"])
+def test_a_place_that_cannot_be_is_refused_before_any_work(place, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipe").symlink_to("/dev/null")
+    monkeypatch.setattr("augment_reduce.saving.contents", None)
+    with pytest.raises((OSError, ValueError), match="empty|folder|too long|device"):
+        models["plain"].save(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
