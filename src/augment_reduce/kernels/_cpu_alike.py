@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ._cpu_batch import read_only
 from ._cpu_math import _bits_of_number
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 from .rows import SparseRows
 
 NO_FEATURES = 0  # the hash of none
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def hash_rows(indptr: Array, indices: Array, values: Array, rows: Array, out: Array) -> None:
     """out[i]: 64 bits of the features that rows[i] has, and of their values, in whatever order."""
     for i in range(rows.shape[0]):
@@ -30,7 +30,7 @@ def hash_rows(indptr: Array, indices: Array, values: Array, rows: Array, out: Ar
         out[i] = h
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _differ(indptr: Array, indices: Array, values: Array, rows: Array, others: Array, out: Array) -> None:
     """out[i]: whether rows[i] and others[i] are stored differently, be it in their order alone."""
     for i in range(rows.shape[0]):

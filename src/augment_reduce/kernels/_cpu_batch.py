@@ -2,9 +2,6 @@
 
 Loading copies B rows into scratch, a C-th of the work that follows, and is the only code that sees the
 caller's dtypes, orders and memory maps.
-
-Numba's disk cache looks for changes only in the file of the kernel itself; `forget_stale` of this package looks in all
-of them.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from numba import njit
 from ._cpu_lanes import prefetch
 from ._cpu_types import OPTIONS, Array, Csr
 from ._cpu_work import WORK, OutOfRange, all_below, equal
+from .cache import cached_njit
 from .rows import DenseRows, Rows, SparseRows, check_indptr
 
 DENSE_FROM = 0.1  # share of non-zeros from which a vectorised pass over all of D beats one over the non-zeros
@@ -41,7 +39,7 @@ class Batch:
         return self.csr is not None and not len(self.csr.value)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _count(indptr: Array, n_entries: int, rows: Array) -> int:
     """Entries of the rows; -1 if there is no such row, -2 if one does not lie within the entries."""
     n = 0
@@ -55,7 +53,7 @@ def _count(indptr: Array, n_entries: int, rows: Array) -> int:
     return n
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def spans(indptr: Array, order: Array, begin: Array, end: Array) -> tuple[Any, Any]:
     """Where the rows of each minibatch begin and end; returns how many non-zeros one has, at least and at most."""
     fewest, most = np.int64(2**62), np.int64(0)
@@ -77,7 +75,7 @@ def _send_for(indptr: Array, indices: Array, values: Array, rows: Array, b: int)
             prefetch(values, q)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _load_csr(
     indptr: Array, indices: Array, values: Array, rows: Array, out_ptr: Array, out_index: Array, out_value: Array
 ) -> Any:
@@ -108,7 +106,7 @@ def _load_csr(
     return worst
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _load_nonzeros(x: Array, out_ptr: Array, out_index: Array, out_value: Array) -> None:
     """The non-zeros of dense rows."""
     n = np.uint64(0)
@@ -121,7 +119,7 @@ def _load_nonzeros(x: Array, out_ptr: Array, out_index: Array, out_value: Array)
         out_ptr[b + 1] = n
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _touched(index: Array, number: Array, feature: Array) -> int:
     """Each touched feature once, and how many. `number` (D,) is zero before and after: an interrupt may follow."""
     n = 0
@@ -135,7 +133,7 @@ def _touched(index: Array, number: Array, feature: Array) -> int:
     return n
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _number_features(index: Array, feature: Array, number: Array, slot: Array) -> None:
     """slot[q]: the place of index[q] among the features. `number` is zero before and after."""
     for u in range(feature.shape[0]):
@@ -146,7 +144,7 @@ def _number_features(index: Array, feature: Array, number: Array, slot: Array) -
         number[feature[u]] = 0
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Array) -> Any:
     """Sparse rows as dense ones; returns the largest feature index seen, and stops at one too large."""
     worst = np.uint64(0)
@@ -164,7 +162,7 @@ def _load_dense(indptr: Array, indices: Array, values: Array, rows: Array, x: Ar
     return worst
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _plain(indices: Array, values: Array, n_features: int) -> bool:
     bad = 0
     for q in range(indices.shape[0]):

@@ -20,6 +20,7 @@ from ._cpu_meet import ALONE, queue_of, take_number, together
 from ._cpu_push import sum_biases
 from ._cpu_rules import push_biases
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 ROWS_DRAWN = 32  # rows in a share
 DRAW, JOB = 0, 1  # queues of shares, one for each thread; of JOB there is but one
@@ -76,7 +77,7 @@ def _biases_and_draw(
         j = _claim(tid, n, counter, m)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def take_biases(
     tid: int, n: int, counter: Array, plan: tuple, data: tuple, arrays: tuple, kinds: tuple, weigh: tuple, model: int,
     state: tuple, step: tuple, flags: tuple, per_row: Any, share: Array, common: tuple, own: tuple, bounds: Array,

@@ -31,6 +31,7 @@ from ._cpu_push import push_groups
 from ._cpu_rules import push_biases
 from ._cpu_scores import pairs_dense, pairs_sparse
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 
 @njit(**OPTIONS)
@@ -131,7 +132,7 @@ def _to_classes(order: Array, grad: Array, by_class: Array) -> None:
         by_class[p] = grad[order[p]]
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def take_by_classes(
     tid: int, n: int, counter: Array, cuts: Array, sorting: tuple, plan: tuple, data: tuple, arrays: tuple,
     kinds: tuple, weigh: tuple, model: int, state: tuple, step: tuple, flags: tuple, per_row: Any, share: Array,

@@ -24,6 +24,7 @@ from ._cpu_meet import ALONE
 from ._cpu_quarters import PARTS, add_line, add_quarters, step_line, sum_quarter
 from ._cpu_scores import score_rows
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 
 @njit(**OPTIONS)
@@ -78,7 +79,7 @@ def _sum_own(
     return n_hits
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def take_by_rows(
     tid: int, n: int, counter: Array, line: tuple, plan: tuple, data: tuple, arrays: tuple, kinds: tuple, weigh: tuple,
     model: int, state: tuple, step: tuple, flags: tuple, per_row: float, share: Array, common: tuple, own: tuple,

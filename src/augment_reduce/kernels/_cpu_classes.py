@@ -9,12 +9,13 @@ from ._cpu_lanes import LANES
 from ._cpu_math import row_sum
 from ._cpu_types import OPTIONS, Array, Groups
 from ._cpu_work import WORK, OutOfRange, all_below, equal
+from .cache import cached_njit
 
 U1 = np.uint64(1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what splitmix adds for each number
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def sort(
     classes: Array, n: int, bits: int, passes: int, count: Array, keys: Array, orders: Array, row: Array, per_row: int,
     first_row: int,
@@ -76,7 +77,7 @@ def count_out(
     return G
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def cut(key: Array, classes: Array, start: Array) -> int:
     """The distinct classes of a sorted list and where each begins; returns how many there are."""
     G = 0
@@ -125,7 +126,7 @@ def group_by_class(classes: Array, n: int) -> Groups:
     return groups
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def spread(a: Array, column: Array, own_a: Array, own_column: Array, own_rows: Array, out: Array) -> None:
     """a (B, C), and (R, P) of the rows' own, by block of 16 distinct classes: out (blocks, B, 16).
 
@@ -146,7 +147,7 @@ def table_size(S: int) -> int:
     return int(1 << (16 * S).bit_length())
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def floyd(lo: int, hi: int, uniforms: Array, n: int, labels: Array, out: Array, table: Array, age: int) -> None:
     """Rows lo..hi of Floyd's algorithm, stepping over the row's label if there are labels.
 
@@ -185,14 +186,14 @@ def uniform(seed: int, i: int) -> float:
     return np.float64(z >> np.uint64(11)) * 2.0**-53
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def splitmix(seed: int, out: Array) -> None:
     """`reference.uniforms`, flat."""
     for i in range(out.shape[0]):
         out[i] = uniform(seed, i)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def with_label(grad: Array, scale: Array, each: int, out: Array) -> None:
     """out[b, 1:] = grad[b] scale[b each], out[b, 0] = minus their sum."""
     for b in range(grad.shape[0] if grad.shape[1] == 1 else 0):  # short rows, by themselves, cannot be done in vectors

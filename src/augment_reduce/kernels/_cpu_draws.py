@@ -11,6 +11,7 @@ from scipy.special import ndtri
 from ._cpu_classes import uniform
 from ._cpu_math import log
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 LEAST = 2.0**-54  # what a uniform number of zero stands for: half the smallest step
 MIDDLE, CENTRE, DEGREE = 0.35, 2.0, 16  # |u - 1/2| up to which the first polynomial serves; see below
@@ -80,7 +81,7 @@ def _logistic_quantiles(u: Array, out: Array) -> None:
         out[i] = log(p / (1.0 - p))
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def standard_draws(normal: bool, seed: int, first: int, out: Array) -> None:
     """out[i] = draw first + i of this seed, of the Normal or the logistic."""
     u = np.empty(out.shape[0])

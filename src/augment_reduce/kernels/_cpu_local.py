@@ -18,6 +18,7 @@ from ._cpu_draws import standard_draws
 from ._cpu_math import exp, log, row_max, row_sum
 from ._cpu_noise import logistic, logistic_log_cdf, normal, normal_log_cdf
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 if TYPE_CHECKING:
     from ..local import Clock, LocalState, NaturalGradient, Reparameterised, StepSize
@@ -74,7 +75,7 @@ def _blend(old: Array, log_sum: Array, visits: Array, step: tuple, by_visits: bo
         new[b] = _log_add(log(one - visits[b]) + old[b], log(visits[b]) + tilde[b])
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def e_and_m(
     state: tuple, rows: Array, gap: Array, log_weight: Array, per_row: int, step: tuple, flags: tuple, bound: Array,
     grad: Array,
@@ -190,7 +191,7 @@ def _climb(
         visits[n] += 1
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def draw_e_and_m(
     model: int, state: tuple, rows: Array, gap: Array, omega: Array, per_row: int, step: tuple, flags: tuple,
     seeds: tuple, first: int, bound: Array, grad: Array,

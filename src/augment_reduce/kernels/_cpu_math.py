@@ -1,6 +1,6 @@
 """Exponentials and logarithms that Numba's loops take sixteen at a time: plain arithmetic, and bits taken for numbers.
 
-Like `_cpu_lanes`, compiled into the kernels of other files; `forget_stale` of this package sees when they change.
+Like `_cpu_lanes`, compiled into the kernels of other files.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from numba.core import cgutils
 
 from ._cpu_lanes import I32, I64, _data, intrinsic
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 PATIENCE = 2_000  # looks before the core is offered to others
 AWAKE = 6_000  # looks before a helper goes to sleep
@@ -229,7 +230,7 @@ def may_move() -> bool:
     return False
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def changes(counter: Array, i: int, old: int, looks: int) -> bool:
     """Whether counter[i] is, or within so many looks becomes, something else than `old`."""
     for look in range(looks):

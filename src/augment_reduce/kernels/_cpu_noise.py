@@ -18,6 +18,7 @@ from ..noise import LOG_SQRT_2PI, TAIL_CENTRE, _tail_gap_coefficients
 from ._cpu_math import _exp32, _exp64, _log32, _log64, _named, exp, log
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import run, split
+from .cache import cached_njit
 
 BLOCK = 4096  # numbers that go to one thread
 A_NUMBER = 2  # multiply-adds that take as long as one of them, or so
@@ -145,19 +146,19 @@ def logistic_log_cdf(x: Any) -> Any:
     return min(x, zero) - (log(left) * (tail / (left - one)) if left > one else tail)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def normal_log_cdfs(lo: int, hi: int, x: Array, out: Array) -> None:
     for i in range(lo, hi):
         out[i] = normal_log_cdf(x[i])
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def normal_hazard(lo: int, hi: int, x: Array, out: Array) -> None:
     for i in range(lo, hi):
         out[i] = normal(x[i])
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def normal_slopes(lo: int, hi: int, x: Array, out: Array, out2: Array) -> None:
     for i in range(lo, hi):
         out[i] = normal(x[i])

@@ -20,6 +20,7 @@ from ._cpu_math import row_sum
 from ._cpu_noise import A_NUMBER, logistic, logistic_log_cdf, normal, normal_log_cdf, weighted_normal_slopes
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
+from .cache import cached_njit
 
 if TYPE_CHECKING:
     from ..bounds import Nodes
@@ -114,7 +115,7 @@ def _from_gaps(gap: Array, eps: Array, lo: int, hi: int, to: Array) -> None:
             to[(row - lo) * S + k] = eps[row] - gap[row, k]
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _newton_slopes(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, first: Array, second: Array,
     hazard: Array, scratch: Array,
@@ -136,7 +137,7 @@ def _newton_slopes(
         begin = end
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _bound_grad(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, grad: Array, scratch: Array
 ) -> None:
@@ -153,7 +154,7 @@ def _bound_grad(
         begin = end
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _bound(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, weight: Array, value: Array, scratch: Array
 ) -> None:
@@ -170,7 +171,7 @@ def _bound(
         begin = end
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _log_cdf_sums(
     lo: int, hi: int, model: int, gap: Array, omega: Array, eps: Array, value: Array, scratch: Array
 ) -> None:

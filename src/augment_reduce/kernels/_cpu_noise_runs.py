@@ -19,6 +19,7 @@ from ._cpu_math import row_max, row_sum
 from ._cpu_noise_rows import add_hazards, d2log_prob, dlog_prob, log_cdfs, log_prob, slopes
 from ._cpu_runs import columns_of, hide, share_of_label, shares_of_run
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 LOG_2, LOG_2_PI_E = np.log(2.0), np.log(2.0 * np.pi) + 1.0
 
@@ -113,7 +114,7 @@ def _gaps(psi: Array, psi_y: Any, half: tuple, h: int, gap: Array, weight: Array
     return n
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def cross_fitted_noise_runs(
     lo: int, hi: int, psi: Array, psi_y: Array, start: Array, labels: Array, own: Array, n_own: Array, last: Array,
     before: Array, stands: tuple, given: tuple, omega: Array, scales: Array, each: int, prior_scale: float,

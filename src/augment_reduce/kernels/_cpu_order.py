@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ._cpu_classes import uniform
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 AT_ONCE = 64  # places of a shuffle that are drawn before its swaps
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def shuffle(seed: int, a: Array) -> None:
     """Fisher and Yates: the last is swapped with one of all, the one before it with one of those that are left, ..."""
     n, to = a.shape[0], np.empty(AT_ONCE, np.int64)
@@ -25,7 +25,7 @@ def shuffle(seed: int, a: Array) -> None:
             a[i], a[j] = a[j], a[i]
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def deal(seed: int, rows: Array, B: int, out: Array) -> None:
     """All rows in minibatches of B, one after the other in `out`, the last of them shorter if need be: every way to do
     that is as likely. Within a minibatch they stand as they stand in `rows`."""
@@ -42,7 +42,7 @@ def deal(seed: int, rows: Array, B: int, out: Array) -> None:
         at[m] += 1
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def all_ascend(order: Array, n: int) -> bool:
     """Whether every line of `order` ascends, and is in range(n): then no number stands in it twice."""
     bad = 0
@@ -55,7 +55,7 @@ def all_ascend(order: Array, n: int) -> bool:
     return bad == 0
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def all_different(order: Array, met: Array) -> bool:
     """Whether no number stands twice in a line of `order`, all in range of `met`, which is zero before and after."""
     twice = 0

@@ -11,13 +11,14 @@ from ._cpu_alike import NO_FEATURES, hash_rows
 from ._cpu_batch import read_only
 from ._cpu_types import OPTIONS, Array
 from ._cpu_work import WORK, run, split
+from .cache import cached_njit
 
 NOBODY = -1
 AT_ONCE = 64  # weights
 BEFORE_ALL = 1e9  # times the points of a class that came with the very same features
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def tally(
     indptr: Array, indices: Array, values: Array, rows: Array, labels: Array, certain: Array, classes: Array,
     counts: Array, seen: Array,
@@ -104,7 +105,7 @@ def _place(k: int, keys: Array, mask: Any) -> Any:
     return at
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def point(
     lo: int, hi: int, indptr: Array, indices: Array, values: Array, rows: Array, labels: Array, certain: Array,
     classes: Array, counts: Array, seen: Array, group: Array, start: Array, twin: Array, share: Array, weight: Array,
@@ -169,14 +170,14 @@ def _before(k: int, s: float, other: int, sums: Array, keys: Array, mask: Any) -
     return s > sums[at] or (s == sums[at] and k < other)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def link(shared: Array, last: Array, before: Array) -> None:
     """last[k] (K,), NOBODY before: the last column of shared class k; before[s] (S,): the one before s of the same."""
     for s in range(shared.shape[0]):
         before[s], last[shared[s]] = last[shared[s]], s
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def meet(own: Array, found: Array, shared: Array, mask: Array, last: Array, before: Array) -> None:
     """mask[b, s] = True wherever shared[s] is one of the first found[b] of own[b]; `last`, `before`: see `link`."""
     link(shared, last, before)
@@ -204,7 +205,7 @@ def _list(k: int, w: Any, classes: Array, values: Array) -> Any:
     return values.min() if classes[-1] != NOBODY else values.dtype.type(0)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def heaviest(lo: int, hi: int, weight: Array, certain: Array, classes: Array, values: Array, least: Array) -> None:
     """Features lo..hi: the M classes whose weight for it is largest, above zero, and these weights; O(K) a feature.
 
@@ -233,7 +234,7 @@ def find_heaviest(weight: Array, certain: Array, classes: Array, values: Array) 
     run(heaviest, cuts, (weight, certain, classes, values, least), [()] * (len(cuts) - 1))
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def join(own: Array, found: Array, more: Array, n_more: Array, labels: Array, out: Array) -> None:
     """out (B, P + Q): the first found[b] of own[b], then those of more[b] that are not among them, then the label;
     `found` says how many."""

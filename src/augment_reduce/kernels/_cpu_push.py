@@ -17,6 +17,7 @@ from ._cpu_dense import before_a_line, sum_features
 from ._cpu_lanes import LANES, add_lanes, prefetch
 from ._cpu_rules import push_biases, step_at, step_row
 from ._cpu_types import INLINE, OPTIONS, Array, Rule
+from .cache import cached_njit
 
 CHUNK = 64  # features transposed at a time
 AHEAD = 4  # classes whose rows are sent for before their turn
@@ -102,7 +103,7 @@ def _collect(n: int, feature: Array, inverse_counts: Array, prior: int, few: tup
         at[i] = d
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def push_groups(
     lo: int,
     hi: int,
@@ -169,7 +170,7 @@ def sum_biases(pairs: tuple, grad: Array, share: Array, sums: tuple, bias_g: Arr
     return n
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def push_pair_biases(
     pairs: tuple, grad: Array, share: Array, arrays: tuple, rule: tuple, sums: tuple, bias_g: Array, bias_c: Array,
     few: tuple,
@@ -197,7 +198,7 @@ def _sum_block(csr: tuple, factor: Array, a: Array, tile: Array, to: Array, bias
                 tile[np.uint64(u * LANES + s)] = 0
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def push_blocks(
     lo: int,
     hi: int,

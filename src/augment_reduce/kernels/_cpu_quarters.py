@@ -18,6 +18,7 @@ from ._cpu_dense import before_a_line, sum_features
 from ._cpu_lanes import LANES
 from ._cpu_rules import step_biases, step_row
 from ._cpu_types import OPTIONS, Array, Rule
+from .cache import cached_njit
 
 PARTS = 4  # quarters: as many as threads may share
 
@@ -125,7 +126,7 @@ def step_line(total: Array, line: tuple, arrays: tuple, rule_: tuple) -> None:
     step_biases(0, K, total[biases : biases + K], total[shares : shares + K], arrays, rule_)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def push_quarters(
     pairs: Array, x: Array, at: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, line: tuple, lines: Array
 ) -> None:

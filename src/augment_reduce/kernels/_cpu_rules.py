@@ -10,6 +10,7 @@ from numba import njit
 
 from ..optim import ADAGRAD, ADAM, PRIOR_TOUCHED, PRIOR_UNBIASED, ROWWISE_ADAGRAD, SECTION4
 from ._cpu_types import INLINE, OPTIONS, Array, Arrays, Buffers, Rule
+from .cache import cached_njit
 
 # The rules of optim.py for one entry: (rule, g, s, r) -> (step size h, gradient to follow, new s, new r).
 
@@ -204,7 +205,7 @@ def step_biases(lo: int, hi: int, g: Array, c: Array, arrays_: tuple, rule_: tup
     _step(rule, arrays.bias[lo:hi], arrays.bias_state[lo:hi], arrays.bias_state2[first:last], g, c, hi - lo)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def push_biases(classes: Array, g: Array, c: Array, arrays_: tuple, rule_: tuple, few_: tuple) -> None:
     """One step on the biases of distinct classes."""
     arrays, rule, few, n = Arrays(*arrays_), _of_biases(Rule(*rule_)), Buffers(*few_), classes.shape[0]

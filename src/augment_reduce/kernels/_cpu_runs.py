@@ -13,6 +13,7 @@ from numba import njit
 
 from ._cpu_math import exp
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 NOBODY = -1
 SMALLEST = 1e-30  # as in `crossed`
@@ -91,7 +92,7 @@ def _rest(total: float, e: Array, weight: Array, columns: Array, n: int) -> floa
     return rest
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def cross_fitted_runs(
     lo: int, hi: int, psi: Array, psi_y: Array, start: Array, labels: Array, own: Array, n_own: Array, last: Array,
     before: Array, stands: Array, given: Array, omega: Array, scales: Array, each: int, prior_scale: float,

@@ -12,6 +12,7 @@ from ._cpu_dense import before_a_line, score_class
 from ._cpu_lanes import LANES, dot2_lanes, dot_lanes
 from ._cpu_types import OPTIONS, Array, Csr, Groups
 from ._cpu_work import WORK, run, split
+from .cache import cached_njit
 
 SUMS: dict[str, Any] = {**OPTIONS, "fastmath": {"contract", "reassoc", "nsz"}}  # NaN and infinity keep their meaning
 CHUNK = 64  # features transposed at a time
@@ -50,7 +51,7 @@ def _walk(w: Array) -> float:
     return total
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def pairs_sparse(
     lo: int, hi: int, groups_: tuple, csr_: tuple, weight: Array, bias: Array, out: Array, sink: Array
 ) -> None:
@@ -68,7 +69,7 @@ def pairs_sparse(
             out[groups.order[p]] = bias[k] + _dot_at(w, csr.column[begin:end], csr.value[begin:end])
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
     """Row b of the minibatch is x[at[b]]."""
     groups, before = Groups(*groups_), before_a_line(x)
@@ -77,7 +78,7 @@ def pairs_dense(lo: int, hi: int, groups_: tuple, x: Array, at: Array, weight: A
         score_class(k, p, last, groups.order, groups.row, x, at, before, weight, bias, out)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def score_rows(classes: Array, x: Array, at: Array, weight: Array, bias: Array, out: Array) -> None:
     """All pairs of rows x[at], row by row: for weights so few that they stay in cache, while rows come from afar."""
     B, C, sums = classes.shape[0], classes.shape[1], np.empty(2 * LANES, x.dtype)
@@ -92,7 +93,7 @@ def score_rows(classes: Array, x: Array, at: Array, weight: Array, bias: Array, 
             coming = at[b]  # which is here
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def _shared(lo: int, hi: int, classes: Array, csr_: tuple, weight: Array, out: Array, tile: Array, acc: Array) -> None:
     """Blocks lo..hi of 16 classes: their weights side by side in `tile` (16 U,), then rows times tile."""
     csr = Csr(*csr_)

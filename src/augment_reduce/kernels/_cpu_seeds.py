@@ -9,6 +9,7 @@ from numba import njit
 
 from ._cpu_classes import GOLDEN
 from ._cpu_types import OPTIONS, Array
+from .cache import cached_njit
 
 FAR, FACTOR = 397, np.uint32(1812433253)  # of the Mersenne twister (Matsumoto and Nishimura 1998), as are those below
 
@@ -21,7 +22,7 @@ def _finalise(z: Any, part: Any) -> Any:
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def mix_counts(seed: int, stream: int, first: int, out: Array) -> None:
     """out[i] = `seeds.mix` of count first + i."""
     begun = _finalise(seed, stream)
@@ -46,7 +47,7 @@ def _number(state: Array, far: Array, j: int, i: int) -> Any:
     return _temper(far[j, i] ^ (y >> np.uint32(1)) ^ odd)
 
 
-@njit(cache=True, **OPTIONS)
+@cached_njit(**OPTIONS)
 def first_numbers(seeds: Array, out: Array) -> None:
     """out (M, n) = the first n int64 of a generator of torch that is seeded with seeds[i]: two numbers of the Mersenne
     twister each. These need 397 + 2 n of its 624 words, which are made for all generators side by side."""

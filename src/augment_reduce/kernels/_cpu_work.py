@@ -19,7 +19,8 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit
+
+from .cache import cached_njit
 
 LINE = 64  # bytes of a cache line
 FAR = 4096  # bytes from what one thread writes to what another does: cores fetch ahead of what they go through
@@ -95,7 +96,7 @@ def split(n: int, work: Callable[[], np.ndarray]) -> list[int]:
     return np.unique([0, *np.minimum(cuts, n), n]).tolist()
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     different = 0
     for i in range(a.shape[0]):
@@ -103,7 +104,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return different == 0
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def all_below(a: np.ndarray, n: int) -> bool:
     """Whether every number of `a` is in range(n)."""
     bad = 0
