@@ -44,12 +44,12 @@ def run_slowly(folder: Path, *arguments: str) -> subprocess.Popen:
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
-    for _ in range(600):
+    for _ in range(6000):
         if condition():
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
-    raise AssertionError("nothing happened in 60 s")
+    raise AssertionError("nothing happened in ten minutes")
 
 
 ONE_CELL = ("table3", "--dataset", "bibtex", "--method", "probit", "--iterations", "43")
@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
     process = run_slowly(folder, "table3", "--dataset", "bibtex", "--method", "exact,softmax", "--iterations", "20")
     wait_for(lambda: list(store.checkpoints.glob("*softmax*.safetensors")), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "1 finished cells are kept" in errors
     assert "1 under way were saved" in errors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -276,16 +276,19 @@ def test_a_matrix_whose_rows_lie_elsewhere_is_refused_by_the_estimator():
 def test_threads_that_outlive_an_interrupted_call_have_its_scratch_for_themselves():
     """The next call gets other memory: those that go on write into what they were given."""
     written = WORK.array("scratch of a test", 8, np.float64)
+    handed_out, done = threading.Event(), threading.Event()
 
     def interrupted(lo, hi, scratch):
         if lo == 0:
             raise KeyboardInterrupt
-        time.sleep(0.2)
+        handed_out.wait(60)
         scratch[:] = 7.0
+        done.set()
 
     with pytest.raises(KeyboardInterrupt):
         run(interrupted, [0, 1, 2], (), [(written,), (written,)])
     fresh = WORK.array("scratch of a test", 8, np.float64)
-    time.sleep(0.4)
+    handed_out.set()
+    assert done.wait(60)
     assert written.tolist() == [7.0] * 8
     assert fresh.tolist() == [0.0] * 8

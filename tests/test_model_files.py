@@ -404,6 +404,6 @@ def test_a_place_that_cannot_be_is_refused_before_any_work(place, models, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pipe").symlink_to("/dev/null")
     monkeypatch.setattr("augment_reduce.saving.contents", None)
-    with pytest.raises((OSError, ValueError), match="empty|folder|too long|device"):
+    with pytest.raises((OSError, ValueError), match=r"empty|folder|too long|device"):
         models["plain"].save(place)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

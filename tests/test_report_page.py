@@ -167,7 +167,7 @@ def measured(page, tmp_path, width: int, *flags: str) -> dict:
     dumped = subprocess.run(
         [BROWSER, *FLAGS, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom",
          wrapper.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     ).stdout  # fmt: skip
     return json.loads(html.unescape(re.search(r'<body data-found="(.*?)"', dumped).group(1)))
 

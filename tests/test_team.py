@@ -40,12 +40,12 @@ def test_more_threads_than_there_are_cores_and_fits_side_by_side(monkeypatch):
     assert set(used) == {1}
     used.clear()
     monkeypatch.setattr(_cpu_team, "CORES", 3)
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(_cpu_team, "get_num_threads", lambda: 4)
     assert np.array_equal(fit_with_team(), expected)
     assert set(used) == {3}
     with ThreadPoolExecutor(3) as fits:
         for found in [fits.submit(fit_with_team) for _ in range(3)]:
-            assert np.array_equal(found.result(timeout=60), expected)
+            assert np.array_equal(found.result(timeout=600), expected)
 
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -104,7 +104,7 @@ def test_at_one_meeting_in_sixteen_who_waits_looks_around(may_move):
             comes = other.submit(lambda: time.sleep(0.02) or meet(counter, 1))
             put_on(CORES[0])
             assert meet(counter, 0)
-            assert comes.result(timeout=60)
+            assert comes.result(timeout=600)
         assert counter[_cpu_meet.SEEN] - 1 in CORES
         assert counter[_cpu_meet.ARRIVED] == 2 * meeting
         return counter[_cpu_meet.MOVES]
@@ -148,7 +148,7 @@ def test_nobody_waits_for_a_thread_that_has_left(who, n_classes, name, monkeypat
         return take(tid, *arguments)
 
     failing.overloads = take.overloads
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(_cpu_team, "get_num_threads", lambda: 2)
     monkeypatch.setattr(_cpu_team, "CORES", 2)
     expected = fit_with_team(n_classes)
     with monkeypatch.context() as patch:
@@ -207,7 +207,7 @@ def test_a_helper_makes_up_for_what_an_interrupt_left_undone(monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, n_classes, monkeypatch):
     """Between asking a helper and noticing that one has: the next fit is a fit, on the same helpers."""
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(_cpu_team, "get_num_threads", lambda: 2)
     monkeypatch.setattr(_cpu_team, "CORES", 2)
     expected, start = fit_with_team(n_classes), _cpu_meet.Helper.start
 
@@ -226,7 +226,7 @@ def test_an_interrupt_while_the_team_is_called_leaves_nobody_behind(when, n_clas
 
 FORKED = """
 import os, numpy as np, test_team as t
-t._cpu_team.numba.get_num_threads = lambda: 2
+t._cpu_team.get_num_threads = lambda: 2
 before = t.fit_with_team()
 child = os.fork()
 if not child:
@@ -237,16 +237,15 @@ assert os.waitpid(child, 0)[1] == 0
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_has_helpers_of_its_own():
-    """Those of its parent are not there, and it must not wait for them. (Torch's own threads it would wait for.)"""
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", FORKED], cwd=Path(__file__).parent, env=alone, timeout=100, check=True)
+    """Those of its parent are not there, and it must not wait for them."""
+    subprocess.run([sys.executable, "-c", FORKED], cwd=Path(__file__).parent, timeout=600, check=True)
 
 
 def test_a_team_has_no_more_threads_than_there_is_work_for(monkeypatch):
     used, run = [], Team.run
     monkeypatch.setattr(Team, "run", lambda self, *a: used.append(self.n) or run(self, *a))
     monkeypatch.setattr(_cpu_team, "CORES", 64)
-    monkeypatch.setattr(_cpu_team.numba, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(_cpu_team, "get_num_threads", lambda: 64)
     X = np.random.default_rng(0).normal(size=(300, 784)).astype(np.float32)
     settings = {"preset": "paper", "batch_size": 300, "n_sampled_classes": 2, "max_iter": 2, "random_state": 0}
     AugmentReduceClassifier(**settings).fit(X, np.arange(300) % 60)  # 300 x 3 x (196 + 16), class by class

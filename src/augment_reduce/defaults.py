@@ -7,7 +7,7 @@ left open. Shown when `verbose`; any of them can be set by hand instead.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,6 +51,13 @@ class Shape:
         n_nonzero = X.n_nonzero * len(active) // X.n_rows
         sparse, agreement, repeats = isinstance(X, SparseRows), X.agreement(active, weight), X.repeats(active)
         return cls(len(active), X.n_features, n_classes, n_nonzero, stream, sparse, agreement, repeats)
+
+    def without(self, n_held_out: int) -> Shape:
+        """Of the rows that are trained on where so many are held out."""
+        if not n_held_out:
+            return self
+        left = self.n_rows - n_held_out
+        return replace(self, n_rows=left, n_nonzero=self.n_nonzero * left // self.n_rows)
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,7 @@ def resolve_optimizer(
             return SectionFour(learning_rate=rate, first_kappa_one=True)
         return SectionFour(learning_rate=rate, every_entry=True)
     name = "adagrad" if optimizer is None else optimizer
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ValueError(
             f"Expected optimizer to be one of {', '.join(map(repr, OPTIMIZERS))} or a RowOptimizer object, "
             f"found {optimizer!r}."
@@ -265,7 +272,7 @@ def resolve_local(
         return Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True, n_moves=1 if noise.name == "probit" else 2)
     else:
         name = default_local_step(noise, shape, n_sampled) if local_step is None else local_step
-        if name not in LOCAL_STEPS:
+        if not isinstance(name, str) or name not in LOCAL_STEPS:
             raise ValueError(
                 f"Expected local_step to be one of {', '.join(map(repr, LOCAL_STEPS))} or a LocalStep object, "
                 f"found {local_step!r}."
@@ -292,7 +299,7 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
     sampling = get("class_sampling")
     if method == "exact":
         sampler: ClassSampler = AllClasses()
-    elif sampling == "auto":
+    elif isinstance(sampling, str) and sampling == "auto":
         may_take_all = method == "augment-reduce" and get("n_sampled_classes") is None
         sampler = resolve_sampler("uniform" if preset else default_sampler(shape, may_take_all=may_take_all))
     else:
@@ -311,7 +318,7 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
     if get("init_scale") is not None:
         init = (float(get("init_scale")), float(get("init_scale")))  # type: ignore[arg-type]
     prior = get("prior_variance")
-    if prior == "auto":
+    if isinstance(prior, str):
         prior = None if preset else default_prior_variance(noise, shape)
     adagrad = default_adagrad(get("learning_rate"), noise, shape, B)  # type: ignore[arg-type]
     return Settings(
@@ -334,7 +341,12 @@ def resolve_dtype(dtype: object, x_dtype: torch.dtype) -> torch.dtype:
     """None follows the features: float32 stays float32, anything else is float64."""
     if dtype is None:
         return torch.float32 if x_dtype == torch.float32 else torch.float64
-    name = str(dtype).removeprefix("torch.").removeprefix("<class 'numpy.").removesuffix("'>")
+    name = dtype_name(dtype)
     if name not in ("float32", "float64"):
         raise ValueError(f"Expected dtype to be None, 'float32' or 'float64', found {dtype!r}.")
     return torch.float32 if name == "float32" else torch.float64
+
+
+def dtype_name(dtype: object) -> str:
+    """Of a name, a dtype of numpy or one of torch."""
+    return str(dtype).removeprefix("torch.").removeprefix("<class 'numpy.").removesuffix("'>")

@@ -6,47 +6,47 @@ Every message says what was expected, what was found, where, and what to do.
 from __future__ import annotations
 
 import math
+import numbers
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from .defaults import Settings, Shape
+from . import limits
+from .defaults import Settings, Shape, dtype_name
 from .noise import Noise
 
+Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what was expected
+LARGEST_FEATURE = 1e15  # one step moves a score by the rate times as much
+LIGHTEST = 1e-15  # of the largest row weight
+MOST_STEPS = 2**53
 METHODS = ("augment-reduce", "one-vs-each", "sampled-softmax", "exact")
 PRESETS = (None, "paper", "paper-text")
 
 
-def check_labels(y: np.ndarray) -> None:
-    """Labels given as objects: none missing, and all of them text or all of them numbers."""
-    if y.dtype.kind != "O":
-        return
-    missing = [i for i, label in enumerate(y) if label is None or label != label]
-    if missing:
-        raise ValueError(
-            f"Expected a label for every row, but {len(missing)} of {len(y)} are missing (None or NaN); first at row "
-            f"{missing[0]}. Drop those rows, or give them a class of their own."
-        )
-    kinds = {"text" if isinstance(label, str) else "number" for label in y}
-    if len(kinds) > 1:
-        first = next(i for i, label in enumerate(y) if isinstance(label, str) != isinstance(y[0], str))
-        raise ValueError(
-            f"Expected labels of one kind, but they mix text and numbers: row 0 has {y[0]!r}, row {first} has "
-            f"{y[first]!r}. Convert them all to text."
-        )
-
-
-def check_scale(values: np.ndarray, n_rows: int, n_classes: int, dtype: torch.dtype) -> None:
-    """Features so large that squared gradients would overflow, and the weights silently stand still, are refused."""
+def check_scale(
+    values: np.ndarray, weight: np.ndarray | None, n_rows: int, n_classes: int, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Features and row weights whose squared gradients would overflow, so that the weights silently stand still, are
+    refused; and features so large that no step is small enough for them."""
     largest = float(max(values.max(initial=0.0), -values.min(initial=0.0)))
-    gradient = largest * n_rows * n_classes  # no entry's gradient can be larger
-    if gradient > math.sqrt(torch.finfo(dtype).max / 1e3):
-        name = str(dtype).removeprefix("torch.")
+    heaviest = 1.0 if weight is None else float(weight.max(initial=0.0))
+    room, name = math.sqrt(torch.finfo(dtype).max / 1e3), str(dtype).removeprefix("torch.")
+    gradient = largest * n_rows * n_classes  # of rows of weight 1, no entry's can be larger
+    wider = ", or use dtype='float64'." if dtype == torch.float32 else "."
+    if gradient > room or largest > LARGEST_FEATURE:
         raise ValueError(
-            f"Expected features of a size that {name} can square, but the largest is {largest:.3g}. "
-            "Scale the features to about 1 (StandardScaler, MaxAbsScaler)"
-            + (", or use dtype='float64'." if dtype == torch.float32 else ".")
+            f"Expected features of a size that {name} can square, and of {LARGEST_FEATURE:.0e} at most, but the "
+            f"largest is {largest:.3g}. Scale the features to about 1 (StandardScaler, MaxAbsScaler)"
+            + (wider if largest <= LARGEST_FEATURE else ".")
+        )
+    if not LIGHTEST <= heaviest <= room / max(1.0, gradient):
+        raise ValueError(
+            f"Expected row weights (sample_weight times class_weight) whose largest is between {LIGHTEST:.0e} and "
+            f"{room / max(1.0, gradient):.1e}, so that {name} can square gradients, but it is {heaviest:.3g}. "
+            "Divide the weights by their mean" + wider
         )
 
 
@@ -68,93 +68,166 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
     sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # which have the same features; 8 of them stay
     sizes["order of the rows"] = 20 * shape.n_rows  # of two epochs where one call goes from one into the next
+    sizes["tables of features"] = (32 + item) * shape.n_features
     sizes["one step"] = per_step
+    sizes["looks"] = 64 * min(256 * shape.n_classes, 2_000_000)
     return sizes
 
 
-def available_bytes() -> int | None:
-    """Memory that can be had now, or None where the system does not say."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
+def check_weights(n_classes: int, n_features: int, dtype: torch.dtype) -> None:
+    """Refuse weights that cannot fit before anything of their size, or of the number of features, is looked at."""
+    item = torch.empty(0, dtype=dtype).element_size()
+    sizes = {"weights": n_classes * n_features * item, "tables of features": 32 * n_features}
+    _refuse_too_large(sizes, 0, n_classes, n_features, dtype)
 
 
-def check_memory(settings: Settings, shape: Shape, early_stopping: bool, *, goes_on: bool = False) -> int:
-    """Refuse, before anything is allocated, a fit that cannot fit; return the bytes it will take.
-
-    A fit that `goes_on` has its weights and their state already.
-    """
+def check_memory(settings: Settings, shape: Shape, early_stopping: bool, anew: bool = True) -> int:
+    """Refuse, before anything is allocated, a fit that cannot fit; return the bytes it will take in all, with those
+    that are there already where it goes on."""
     sizes = memory_bytes(settings, shape, early_stopping)
-    if goes_on:
-        sizes |= {"weights": 0, "optimiser state": 0}
-    total, available = sum(sizes.values()), available_bytes()
-    if available is not None and total > available:
-        parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items() if size >= 1e7)
+    there = 0 if anew else sizes["weights"] + sizes["optimiser state"]
+    _refuse_too_large(sizes, there, shape.n_classes, shape.n_features, settings.dtype)
+    return sum(sizes.values())
+
+
+def _refuse_too_large(
+    sizes: dict[str, int], there: int, n_classes: int, n_features: int, dtype: torch.dtype
+) -> None:  # fmt: skip
+    total = sum(sizes.values()) - there
+    available = limits.shortage(total)
+    if available is None:
+        return
+    parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items() if size >= 1e7)
+    raise MemoryError(
+        f"This fit needs about {total / 1e9:.2f} GB{' more' if there else ''} ({parts or 'in small parts'}) for "
+        f"{n_classes:,} classes x {n_features:,} features in {str(dtype).removeprefix('torch.')}, but "
+        f"{available / 1e9:.2f} GB are available. Use dtype='float32', optimizer='rowwise-adagrad' (one number a "
+        "class instead of a second matrix), early_stopping=False, fewer features (hashing, feature selection), or "
+        "drop rare classes; or raise the limit of this process, its job or its container, if it has one."
+    )
+
+
+def check_prediction(needed: int, n_rows: int, n_classes: int) -> None:
+    """Refuse answers that there is no room for."""
+    available = limits.shortage(needed)
+    if available is not None:
         raise MemoryError(
-            f"This fit needs about {total / 1e9:.2f} GB ({parts}) for {shape.n_classes:,} classes x "
-            f"{shape.n_features:,} features in {str(settings.dtype).removeprefix('torch.')}, but "
-            f"{available / 1e9:.2f} GB are available. Use dtype='float32', optimizer='rowwise-adagrad' (one number a "
-            "class instead of a second matrix), early_stopping=False, fewer features (hashing, feature selection), or "
-            "drop rare classes."
+            f"This prediction needs about {needed / 1e9:.2f} GB for {n_rows:,} rows and {n_classes:,} classes, but "
+            f"{available / 1e9:.2f} GB are available. Predict some rows at a time, or use predict_topk."
         )
-    return total
 
 
-def check_parameters(parameters: dict[str, object], noise: Noise) -> None:
-    """Refuse what makes no sense, before anything else happens."""
-    method, preset = parameters["method"], parameters["preset"]
-    if method not in METHODS:
-        raise ValueError(f"Expected method to be one of {', '.join(map(repr, METHODS))}, found {method!r}.")
-    if preset not in PRESETS:
-        raise ValueError(f"Expected preset to be None, 'paper' or 'paper-text', found {preset!r}.")
+def check_parameters(parameters: dict[str, Any], noise: Noise) -> None:
+    """Refuse what makes no sense, before anything else happens. (Parts are checked where they are made.)"""
+    for name, (is_right, expected) in EXPECTED.items():
+        if not is_right(parameters[name]):
+            raise ValueError(f"Expected {name} {expected}, found {parameters[name]!r}{HINTS.get(name, '')}.")
+    method = parameters["method"]
     if method in ("one-vs-each", "sampled-softmax") and noise.name != "softmax":
         raise ValueError(
             f"method={method!r} is about the softmax only, but model is {noise.name!r}. Use method='augment-reduce' "
             "or 'exact' for that model, or model='softmax'."
         )
-    for name in ("n_sampled_classes", "batch_size", "max_iter", "n_iter_no_change"):
-        value = parameters[name]
-        if value is not None and not (_is_integer(value) and int(value) >= 1):  # type: ignore[call-overload]
-            raise ValueError(f"Expected {name} to be a whole number >= 1 or None, found {value!r}.")
-    for name in ("prior_variance", "learning_rate", "max_epochs"):
-        value = parameters[name]
-        if name == "prior_variance" and isinstance(value, str) and value == "auto":
-            continue
-        if value is not None and not (_is_number(value) and 0.0 < float(value) < math.inf):  # type: ignore[arg-type]
-            hint = (
-                " (a small variance pulls the weights to zero; None is maximum likelihood, 'auto' our choice)"
-                if "prior" in name
-                else ""
-            )
-            raise ValueError(f"Expected {name} to be a positive number or None, found {value!r}{hint}.")
     if parameters["max_iter"] is not None and parameters["max_epochs"] is not None:
         raise ValueError("Both max_iter and max_epochs are set; they say the same thing twice. Set one of them.")
-    fraction = parameters["validation_fraction"]
-    if not (_is_number(fraction) and 0.0 < float(fraction) < 1.0):  # type: ignore[arg-type]
-        raise ValueError(f"Expected validation_fraction in (0, 1), found {fraction!r}.")
-    scale = parameters["init_scale"]
-    if scale is not None and not (_is_number(scale) and 0.0 <= float(scale) < math.inf):  # type: ignore[arg-type]
-        raise ValueError(f"Expected init_scale to be a number >= 0 or None, found {scale!r}.")
-    jobs = parameters["n_jobs"]
-    if jobs is not None and not (_is_integer(jobs) and int(jobs) != 0):  # type: ignore[call-overload]
-        raise ValueError(f"Expected n_jobs to be a whole number other than 0, or None for all cores; found {jobs!r}.")
-    if parameters["device"] not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"Expected device to be 'auto', 'cpu' or 'cuda', found {parameters['device']!r}.")
+    check_class_weight(parameters["class_weight"])
     if parameters["device"] == "cuda" and not torch.cuda.is_available():
         raise ValueError("Expected a GPU for device='cuda', but torch sees no CUDA device. Use device='cpu' or 'auto'.")
 
 
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and hasattr(value, "__float__")
+def check_load(path: Any) -> int:
+    """Refuse a model file that there is no room for; returns its size. Other files are left to the loader."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+    except OSError:
+        return 0
+    available = limits.shortage(size, mapped=size) if header < size else None  # as safetensors begin
+    if available is not None:
+        raise MemoryError(
+            f"The model in {os.fspath(path)} needs about {size / 1e9:.2f} GB, but {available / 1e9:.2f} GB are "
+            "available. Free some memory, raise the limit of this process, or load it on a larger machine."
+        )
+    return size
 
 
-def _is_integer(value: object) -> bool:
-    return not isinstance(value, bool) and hasattr(value, "__index__")
+def check_class_weight(class_weight: Any) -> None:
+    if class_weight is None or (isinstance(class_weight, str) and class_weight == "balanced"):
+        return
+    if not isinstance(class_weight, dict):
+        raise ValueError(
+            f"Expected class_weight to be None, 'balanced' or a dict from labels to weights, found {class_weight!r}."
+        )
+    for label, weight in class_weight.items():
+        if not (is_number(weight) and 0.0 <= float(weight) < math.inf):
+            raise ValueError(f"Expected weights >= 0 in class_weight, found {weight!r} for the class {label!r}.")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.bool_)
+
+
+def _one_of(*choices: str | None) -> Check:
+    words = "to be " + ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+    return lambda value: value is None if value is None and None in choices else _is_text(value, choices), words
+
+
+def _is_text(value: Any, choices: tuple[str | None, ...]) -> bool:
+    return isinstance(value, str) and value in choices
+
+
+def _count(or_none: bool, most: float = math.inf) -> Check:
+    words = "to be a whole number >= 1" + (" or None" if or_none else "")
+    return lambda value: (value is None and or_none) or (is_integer(value) and 1 <= int(value) <= most), words
+
+
+def _positive(*words: str) -> Check:
+    def is_right(value: Any) -> bool:
+        return value is None or _is_text(value, words) or (is_number(value) and 0.0 < float(value) < math.inf)
+
+    return is_right, "to be a positive number or None"
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+EXPECTED: dict[str, Check] = {
+    "method": _one_of(*METHODS),
+    "preset": _one_of(*PRESETS),
+    "device": _one_of("auto", "cpu", "cuda"),
+    "n_sampled_classes": _count(or_none=True),
+    "batch_size": _count(or_none=True),
+    "max_iter": _count(or_none=True, most=MOST_STEPS),
+    "n_iter_no_change": _count(or_none=False),
+    "prior_variance": _positive("auto"),
+    "learning_rate": _positive(),
+    "max_epochs": _positive(),
+    "validation_fraction": (lambda value: is_number(value) and 0.0 < float(value) < 1.0, "in (0, 1)"),
+    "tol": (lambda value: is_number(value) and 0.0 <= float(value) < math.inf, "to be a number >= 0"),
+    "init_scale": (
+        lambda value: value is None or (is_number(value) and 0.0 <= float(value) < math.inf),
+        "to be a number >= 0 or None",
+    ),
+    "early_stopping": (_flag, "to be True or False"),
+    "warm_start": (_flag, "to be True or False"),
+    "verbose": (
+        lambda value: _flag(value) or (is_integer(value) and int(value) >= 0),
+        "to be True, False or a whole number >= 0",
+    ),
+    "n_jobs": (
+        lambda value: value is None or (is_integer(value) and int(value) != 0),
+        "to be a whole number other than 0 (-1: all cores) or None (as many as are set, by default all)",
+    ),
+    "dtype": (
+        lambda value: value is None or dtype_name(value) in ("float32", "float64"), "to be None, 'float32' or 'float64'"
+    ),
+}  # fmt: skip
+HINTS = {
+    "prior_variance": " (a small variance pulls the weights to zero; None is maximum likelihood, 'auto' our choice)",
+}

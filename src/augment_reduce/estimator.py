@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
+from sklearn import config_context
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_random_state, compute_class_weight
+from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from . import fitting, predict, saving
+from . import fitting, interrupts, labels, linear, predict, saving
 from .defaults import Settings, Shape, resolve, resolve_dtype
-from .edge import check_labels, check_memory, check_parameters, check_scale
+from .edge import check_load, check_memory, check_parameters, check_prediction, check_scale, check_weights
 from .fitting import threads
 from .kernels.rows import as_rows
+from .kernels.threads import one_torch_thread
+from .limits import memory_errors
 from .local import LocalStep
 from .noise import Noise, resolve_noise
 from .optim import RowOptimizer
 from .sampler import ClassSampler
-from .scores import kernels_for
+
+ACCEPTED = {"accept_sparse": "csr", "dtype": (np.float64, np.float32), "accept_large_sparse": True}
 
 
 class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
@@ -61,14 +65,15 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         "newton", "gradient" (one q for each row, remembered), "amortised" (predicted from the features); a LocalStep.
     early_stopping, validation_fraction, n_iter_no_change, tol
         Hold out that share of the rows, stop when their log likelihood has not risen by `tol` for
-        `n_iter_no_change` looks, and keep the best weights.
+        `n_iter_no_change` looks, and keep the best weights. `partial_fit` has no such rows and refuses it.
     class_weight : dict, "balanced" or None
     warm_start : bool
-        `fit` goes on from where the last one ended, for `max_iter` more steps, on the same rows.
+        `fit` goes on from where the last one ended, or was interrupted, for `max_iter` more steps, on the same rows.
     device : "auto", "cpu" or "cuda"
         Where the weights are trained; the results are the same to rounding. "auto" takes a GPU for many weights only.
     n_jobs : int, optional
-        Threads; None is all cores. Results do not depend on it.
+        Threads: -1 is all cores, None as many as are set (numba.set_num_threads, NUMBA_NUM_THREADS), by default all.
+        Results do not depend on it.
     dtype : "float32", "float64" or None
         Of the weights; None follows X.
     init_scale : float, optional
@@ -82,12 +87,18 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     Attributes
     ----------
     classes_, coef_ (K, D), intercept_ (K,)
-        With two classes, as in scikit-learn, coef_ is (1, D): the second class's weights minus the first's.
-    n_features_in_, feature_names_in_, n_iter_
+        With two classes, as in scikit-learn, coef_ is (1, D): the second class's weights minus the first's. May be
+        written to, or replaced: predictions, `save` and further training go by them.
+    n_features_in_, feature_names_in_, n_iter_, n_iter_planned_
+        The last is where a fit that was interrupted would have ended; `max_iter=n_iter_planned_ - n_iter_` goes there.
     history_ : dict of arrays
-        "iteration", "epoch", "seconds" (of training), "bound" (per row), "validation_log_likelihood", "bound_gap"
+        "iteration", "epoch", "seconds" (of steps), "bound" (per row), "validation_log_likelihood", "bound_gap"
         (log p minus the bound, on fixed training rows), "floor_hits" (half rows, where cross-fitted).
+    fit_seconds_ : dict
+        Seconds of the last fit by what they were spent on: "prepare", "compile", "train", "validate", "look".
     """
+
+    classes_: np.ndarray
 
     def __init__(
         self,
@@ -156,11 +167,13 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             go_on = self.warm_start and hasattr(self, "_fitted")
             X, y, weight = self._checked_rows(X, y, sample_weight, reset=not go_on)
             if go_on:
-                codes = self._encode(y)
+                codes = labels.encode(self.classes_, y)
             else:
                 self.classes_, codes = np.unique(y, return_inverse=True)
-                self._check_classes()
-            rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
+                labels.check_classes(self.classes_)
+            rows = fitting.TrainingRows(
+                as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
+            )
             settings, options = self._prepare(noise, rows, anew=not go_on)
         return self._train(settings, rows, options, persistent=True)
 
@@ -168,6 +181,11 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         """One pass over these rows, which are not expected again; the first call names all `classes` there will be."""
         with self._unchanged_if_refused():
             noise = self._checked_noise()
+            if self.early_stopping:
+                raise ValueError(
+                    "early_stopping=True has no meaning for partial_fit, which sees each row once. Set "
+                    "early_stopping=False, and score rows of your own between calls."
+                )
             first = not hasattr(self, "_fitted")
             if first and classes is None:
                 raise ValueError(
@@ -180,13 +198,15 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             X, y, weight = self._checked_rows(X, y, sample_weight, reset=first)
             if first:
                 self.classes_ = np.unique(np.asarray(classes))
-                self._check_classes()
+                labels.check_classes(self.classes_)
             elif classes is not None and not np.array_equal(np.unique(np.asarray(classes)), self.classes_):
                 raise ValueError(
                     "classes differ from those of the first call of partial_fit; leave them out, or start anew."
                 )
-            codes = self._encode(y)
-            rows = fitting.TrainingRows(as_rows(X), codes, self._row_weights(codes, weight))
+            codes = labels.encode(self.classes_, y)
+            rows = fitting.TrainingRows(
+                as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
+            )
             settings, options = self._prepare(noise, rows, anew=first, stream=True)
         return self._train(settings, rows, options, persistent=False)
 
@@ -209,56 +229,18 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def _checked_rows(
         self, X: Any, y: Any, sample_weight: Any, reset: bool
     ) -> tuple[Any, np.ndarray, np.ndarray | None]:
-        X, y = validate_data(
-            self, X, y, reset=reset, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True
-        )
-        check_labels(y)
+        with config_context(array_api_dispatch=False):  # tensors become arrays, as where that is not switched on
+            X, y = validate_data(self, X, y, reset=reset, **ACCEPTED)
+            if sample_weight is not None:
+                sample_weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        labels.check_labels(y)
         with warnings.catch_warnings():  # many classes are what this is for
             warnings.filterwarnings("ignore", "The number of unique classes is greater than 50%")
             check_classification_targets(y)
         if sp.issparse(X) and not X.has_canonical_format:
             X = X.copy()  # the caller's matrix stays as it is
             X.sum_duplicates()
-        if sample_weight is None:
-            return X, y, None
-        return X, y, _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-
-    def _check_classes(self) -> None:
-        if len(self.classes_) < 2:
-            raise ValueError(
-                f"Expected at least two classes, found only one class: {self.classes_.tolist()[0]!r}. "
-                "There is nothing to tell apart."
-            )
-
-    def _encode(self, y: np.ndarray) -> np.ndarray:
-        """Labels to 0..K-1; an error that names the first label never seen."""
-        if y.dtype.kind != self.classes_.dtype.kind and (y.dtype.kind in "OUS" or self.classes_.dtype.kind in "OUS"):
-            y = y.astype(object)
-        try:
-            codes = np.minimum(np.searchsorted(self.classes_, y), len(self.classes_) - 1)
-        except TypeError:  # text among numbers or the other way round: in no order, so in none of the classes
-            codes = np.zeros(len(y), dtype=np.int64)
-        unseen = np.flatnonzero(self.classes_[codes] != y)
-        if len(unseen):
-            row = int(unseen[0])
-            label = y[row : row + 1].tolist()[0]
-            raise ValueError(
-                f"Expected labels among the {len(self.classes_):,} classes seen in training, but {len(unseen)} of "
-                f"{len(y)} rows have others; first at row {row}: y={label!r}. Drop those rows, or fit with them."
-            )
-        return codes
-
-    def _row_weights(self, codes: np.ndarray, sample_weight: np.ndarray | None) -> np.ndarray | None:
-        """sample_weight times class_weight, or None where all are one."""
-        if self.class_weight is None:
-            return sample_weight
-        present = np.unique(codes)
-        of_class = np.ones(len(self.classes_))
-        of_class[present] = compute_class_weight(
-            self.class_weight, classes=self.classes_[present], y=self.classes_[codes], sample_weight=sample_weight
-        )
-        weights = of_class[codes]
-        return weights if sample_weight is None else weights * sample_weight
+        return X, y, sample_weight
 
     def _prepare(
         self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, stream: bool = False
@@ -267,98 +249,113 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         options = self.get_params(deep=False)
         active = rows.active()
         dtype = resolve_dtype(options["dtype"], rows.torch_dtype)
-        check_scale(rows.X.values, len(active), len(self.classes_), dtype)
-        shape = Shape.of(rows.X, len(self.classes_), active, rows.weight, stream=stream)
-        settings = resolve(options, noise, shape, rows.torch_dtype)
         if anew:
-            bytes_needed = check_memory(settings, shape, self.early_stopping)
+            check_weights(len(self.classes_), rows.X.n_features, dtype)
+        check_scale(rows.X.values, rows.weight, len(active), len(self.classes_), dtype)
+        shape = Shape.of(rows.X, len(self.classes_), active, rows.weight, stream=stream)
+        held_out = fitting.n_held_out(len(active), self.validation_fraction) if self.early_stopping else 0
+        settings = resolve(options, noise, shape.without(held_out), rows.torch_dtype)
+        bytes_needed = check_memory(settings, shape, self.early_stopping, anew)
+        if anew:
             seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-            self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed)
+            with one_torch_thread(), memory_errors("This fit", bytes_needed):
+                self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed)
         else:
             self.densify()
+            linear.take_up(self._fitted, self.coef_, self.intercept_)
             fitting.check_can_go_on(self._fitted, settings)
-            check_memory(settings, shape, self.early_stopping, goes_on=True)
         return settings, options
 
     def _train(
         self, settings: Settings, rows: fitting.TrainingRows, options: dict[str, Any], *, persistent: bool
     ) -> AugmentReduceClassifier:
         """Train and publish what was learned, also after an interruption."""
-        try:
-            fitting.run(self._fitted, settings, rows, options, persistent=persistent)
-        finally:
-            self._publish()
+
+        def work(stop_asked: interrupts.StopAsked) -> None:
+            try:
+                fitting.run(self._fitted, settings, rows, options, persistent=persistent, stop_asked=stop_asked)
+            finally:
+                self._publish()
+
+        with memory_errors("This fit", self._fitted.bytes_needed, loads=True):
+            interrupts.run_whole(work)
         return self
 
     def _publish(self) -> None:
-        """Make what was learned visible under scikit-learn's names; the arrays are shared, not copied."""
+        """Make what was learned visible under scikit-learn's names; with more than two classes arrays are shared."""
         fitted = self._fitted
-        weight = fitted.parameters.weight.numpy() if fitted.sparse_weight is None else fitted.sparse_weight
-        bias = fitted.parameters.bias.numpy()
-        binary = len(self.classes_) == 2
-        self.coef_ = weight[1:] - weight[:1] if binary else weight
-        self.intercept_ = bias[1:] - bias[:1] if binary else bias
-        self.n_iter_ = fitted.clock.iteration
-        self.history_ = {name: np.array(values) for name, values in fitted.run.history.items()}
+        coef, intercept = linear.published(fitted)
+        self.__dict__.update(
+            coef_=coef,
+            intercept_=intercept,
+            n_iter_=fitted.clock.iteration,
+            n_iter_planned_=fitted.clock.iteration if fitted.run.plan is None else fitted.run.plan.last,
+            history_={name: np.array(values) for name, values in fitted.run.history.items()},
+            fit_seconds_=dict(fitted.seconds),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `_publish` makes of the rest; after a copy it would no longer be the same memory."""
+        if hasattr(self, "_fitted"):
+            linear.take_up(self._fitted, self.coef_, self.intercept_)
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in ("coef_", "intercept_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if hasattr(self, "_fitted"):
+            self._publish()
 
     # ---- prediction ----
 
-    def _scores_of(self, X: Any) -> tuple[predict.ScoresOf, int]:
+    def _scores_of(self, X: Any) -> linear.LinearScores:
         check_is_fitted(self)
-        X = validate_data(
-            self, X, reset=False, accept_sparse="csr", dtype=(np.float64, np.float32), accept_large_sparse=True
-        )
-        if self._fitted.sparse_weight is not None:
-            return self._sparse_scores_of(X), X.shape[0]
-        rows, kernels, parameters = as_rows(X), kernels_for("cpu"), self._fitted.parameters
-        all_classes = torch.arange(len(self.classes_))
-
-        def scores_of(start: int, stop: int) -> torch.Tensor:
-            block = np.arange(start, stop)
-            return kernels.shared_scores(rows, block, all_classes, parameters.weight, parameters.bias)
-
-        return scores_of, X.shape[0]
-
-    def _sparse_scores_of(self, X: Any) -> predict.ScoresOf:
-        assert self._fitted.sparse_weight is not None
-        weight, bias = self._fitted.sparse_weight.T.tocsr(), self._fitted.parameters.bias.numpy()
-
-        def scores_of(start: int, stop: int) -> torch.Tensor:
-            product = X[start:stop] @ weight
-            return torch.from_numpy((product.toarray() if sp.issparse(product) else product) + bias)
-
-        return scores_of
+        with config_context(array_api_dispatch=False):
+            X = validate_data(self, X, reset=False, **ACCEPTED)
+        return linear.LinearScores(X, *linear.checked(self._fitted, self.coef_, self.intercept_))
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Scores psi (N, K); with two classes (N,), the second's minus the first's."""
-        scores_of, n_rows = self._scores_of(X)
-        with threads(self.n_jobs):
-            psi = predict.scores(scores_of, n_rows, len(self.classes_)).numpy()
-        return psi[:, 1] - psi[:, 0] if len(self.classes_) == 2 else psi
+        scores_of = self._scores_of(X)
+        with self._predicting(scores_of, len(self.classes_)):
+            psi = predict.scores(scores_of, scores_of.n_rows, len(self.classes_), scores_of.dtype).numpy()
+        return psi[:, 1] if len(self.classes_) == 2 else psi
 
     def predict(self, X: Any) -> np.ndarray:
         """The class of the highest score, which is the most probable one under every model."""
-        scores_of, n_rows = self._scores_of(X)
-        with threads(self.n_jobs):
-            return self.classes_[predict.argmax(scores_of, n_rows, len(self.classes_)).numpy()]
+        scores_of = self._scores_of(X)
+        with self._predicting(scores_of, 1):
+            return self.classes_[predict.argmax(scores_of, scores_of.n_rows, len(self.classes_)).numpy()]
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        scores_of, n_rows = self._scores_of(X)
-        with threads(self.n_jobs):
-            return predict.log_proba(resolve_noise(self.model), scores_of, n_rows, len(self.classes_)).numpy()
+        """log of `predict_proba`, without underflow."""
+        return self._all_classes(X, predict.log_proba)
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """(N, K) probabilities, exact for every model; use `predict_topk` where that is too many."""
-        return np.exp(self.predict_log_proba(X))
+        """(N, K) probabilities, exact for every model, in the dtype of the weights. See also `predict_topk`."""
+        return self._all_classes(X, predict.proba)
+
+    def _all_classes(self, X: Any, answer: Callable[..., torch.Tensor]) -> np.ndarray:
+        scores_of, noise = self._scores_of(X), resolve_noise(self.model)
+        with self._predicting(scores_of, len(self.classes_)):
+            return answer(noise, scores_of, scores_of.n_rows, len(self.classes_), scores_of.dtype).numpy()
 
     def predict_topk(self, X: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k most probable classes of each row and their probabilities, (N, k) each; never N x K."""
-        scores_of, n_rows = self._scores_of(X)
-        if not 1 <= k <= len(self.classes_):
-            raise ValueError(f"Expected k between 1 and the number of classes, {len(self.classes_)}; found {k}.")
-        with threads(self.n_jobs):
-            classes, probabilities = predict.top_k(resolve_noise(self.model), scores_of, n_rows, len(self.classes_), k)
-        return self.classes_[classes.numpy()], probabilities.numpy()
+        scores_of, noise, K = self._scores_of(X), resolve_noise(self.model), len(self.classes_)
+        if not 1 <= k <= K:
+            raise ValueError(f"Expected k between 1 and the number of classes, {K}; found {k}.")
+        with self._predicting(scores_of, 2 * k):
+            classes, probabilities = predict.top_k(noise, scores_of, scores_of.n_rows, K, k)
+        return self.classes_[classes.numpy()], probabilities.to(scores_of.dtype).numpy()
+
+    @contextlib.contextmanager
+    def _predicting(self, scores_of: linear.LinearScores, numbers: int) -> Iterator[None]:
+        """Threads for a prediction of so many numbers a row, for which there is memory."""
+        needed = predict.bytes_needed(scores_of.n_rows, len(self.classes_), numbers)
+        check_prediction(needed, scores_of.n_rows, len(self.classes_))
+        with threads(self.n_jobs), memory_errors("This prediction", needed, loads=True):
+            yield
 
     def log_likelihood(
         self, X: Any, y: Any, sample_weight: Any = None, *, integral: str = "quadrature", n_samples: int = 1000
@@ -368,14 +365,14 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         `integral="importance"` is the paper's estimate instead (probit, logistic): 1,000 draws from N(5, 5^2).
         """
         check_is_fitted(self)
-        codes = torch.from_numpy(self._encode(np.asarray(y)))
-        scores_of, n_rows = self._scores_of(X)
-        if len(codes) != n_rows:
-            raise ValueError(f"X has {n_rows} rows but y has {len(codes)} labels.")
+        codes = torch.from_numpy(labels.encode(self.classes_, np.asarray(y)))
+        scores_of = self._scores_of(X)
+        if len(codes) != scores_of.n_rows:
+            raise ValueError(f"X has {scores_of.n_rows} rows but y has {len(codes)} labels.")
         if integral not in ("quadrature", "importance"):
             raise ValueError(f"Expected integral to be 'quadrature' or 'importance', found {integral!r}.")
         noise = resolve_noise(self.model)
-        with threads(self.n_jobs):
+        with self._predicting(scores_of, 1):
             if integral == "importance" and noise.name != "softmax":
                 values = predict.log_likelihood_importance(
                     noise, scores_of, codes, len(self.classes_), n_samples=n_samples,
@@ -388,6 +385,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def sparsify(self) -> AugmentReduceClassifier:
         """Keep the weights as a CSR matrix: those never touched are zero. For prediction; `densify` undoes it."""
         check_is_fitted(self)
+        linear.take_up(self._fitted, self.coef_, self.intercept_)
         if self._fitted.sparse_weight is None:
             weight = self._fitted.parameters.weight
             self._fitted.sparse_weight = sp.csr_matrix(weight.numpy())
@@ -398,6 +396,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def densify(self) -> AugmentReduceClassifier:
         """Keep the weights as a plain array again, as training needs them."""
         check_is_fitted(self)
+        linear.take_up(self._fitted, self.coef_, self.intercept_)
         if self._fitted.sparse_weight is not None:
             self._fitted.parameters.weight = torch.from_numpy(self._fitted.sparse_weight.toarray())
             self._fitted.sparse_weight = None
@@ -409,7 +408,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model, with all that training needs to go on exactly, to one file; atomically, without pickle."""
         check_is_fitted(self)
-        saving.save(self, path)
+        linear.take_up(self._fitted, self.coef_, self.intercept_)
+        with one_torch_thread():
+            saving.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **objects: Any) -> AugmentReduceClassifier:
@@ -418,7 +419,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         Objects of your own among the parameters (a noise) are given again here, as is what belongs to the machine and
         not to the model: `n_jobs` and `device`, which are the defaults unless given. Other parameters may be, too.
         """
-        return saving.load(cls, path, objects)
+        size = check_load(path)
+        with one_torch_thread(), memory_errors("This model", size):
+            return saving.load(cls, path, objects)
 
 
 __all__ = ["AugmentReduceClassifier"]

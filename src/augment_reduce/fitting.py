@@ -6,11 +6,10 @@ Between the estimator (names, checks, scikit-learn's manners) and `vem` / `train
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import time
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,23 +17,25 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from . import bounds, predict, quadrature
+from . import looks
 from .defaults import WORTH_MERGING, Settings
 from .kernels.reference import Parameters
 from .kernels.rows import Rows, SparseRows
+from .kernels.threads import default_threads, num_threads, one_torch_thread
 from .local import Clock, LocalState
 from .memory import zeros
 from .optim import Prior
 from .progress import TrainingProgress
-from .sampler import AllClasses, Minibatch, Sampled
-from .scores import kernels_for, score
+from .scores import kernels_for
 from .seeds import mix
-from .training import Evaluators, Run, Schedule, train
-from .vem import Problem, State, as_minibatch
+from .training import SECONDS, Evaluators, Run, Schedule, Stopwatch, Window, train
+from .vem import Problem, State
 
-GAP_PAIRS = {"closed form": 2_000_000, "quadrature": 100_000}  # (row, class) pairs of one look at the bound's gap
-VALIDATION_PAIRS = 50_000_000  # and one look at the validation rows
 RUNS = 128  # different rows of a minibatch, at least, or parts of what is the same
+TORN = (
+    "an exception ended a fit in the middle of a step, so some weights have moved and others have not. It predicts "
+    "as it is; training that goes on from it does not end where an undisturbed fit would."
+)
 MANY_WEIGHTS = 2**24  # from which a GPU is worth the way there and back: at 10^7 six times one CPU core, at 10^8 eight
 
 
@@ -78,6 +79,8 @@ class Fitted:
     class_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
     feature_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sparse_weight: sp.csr_matrix | None = None  # in place of parameters.weight after sparsify()
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))  # of the last fit
+    torn: bool = False  # whether a fit was left in the middle of a step, so that none can go on exactly
 
 
 def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_needed: int) -> Fitted:
@@ -98,7 +101,9 @@ def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_
 
 
 def check_can_go_on(fitted: Fitted, settings: Settings) -> None:
-    """A fit that goes on needs the optimiser state it had."""
+    """A fit that goes on needs the optimiser state it had; and goes on exactly only from between two steps."""
+    if fitted.torn:
+        warnings.warn(f"Going on: {TORN}", RuntimeWarning, stacklevel=4)
     expected = [tuple(s.shape) for s in settings.optimizer.init_state(fitted.parameters.bias.new_empty(0, 1))]
     found = fitted.parameters.weight_state
     if len(expected) != len(found) or any(len(e) != s.ndim for e, s in zip(expected, found, strict=True)):
@@ -110,34 +115,14 @@ def check_can_go_on(fitted: Fitted, settings: Settings) -> None:
 
 @contextlib.contextmanager
 def threads(n_jobs: int | None) -> Iterator[None]:
-    """`n_jobs` threads for torch and Numba inside, the caller's own numbers again outside. None: leave as is."""
-    if n_jobs is None:
-        yield
-        return
-    import numba
+    """`n_jobs` threads for the kernels inside, and one for torch; outside all is as it was.
 
-    most = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    wanted = max(1, most + 1 + n_jobs if n_jobs < 0 else n_jobs)
-    before_torch, before_numba = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(wanted)
-    numba.set_num_threads(min(wanted, most))
-    try:
+    None: as many as the caller has set, by default all. -1: all, -2: all but one, and so on, as in scikit-learn.
+    """
+    most = default_threads()
+    wanted = None if n_jobs is None else min(most, max(1, most + 1 + n_jobs if n_jobs < 0 else n_jobs))
+    with num_threads(wanted), one_torch_thread():
         yield
-    finally:
-        torch.set_num_threads(before_torch)
-        numba.set_num_threads(before_numba)
-
-
-@contextlib.contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """While training, cores belong to our kernels: after a larger operation torch's own threads spin for milliseconds
-    on the core that the next kernel needs. The torch operations of a step are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def training_device(option: str, n_weights: int) -> torch.device:
@@ -158,42 +143,39 @@ def move(parameters: Parameters, device: torch.device) -> Parameters:
     return parameters
 
 
-def run(fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool) -> None:
+def run(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
     """`run_here`, with the weights on the device that was asked for; back on the CPU whatever happens."""
     move(fitted.parameters, training_device(options["device"], fitted.parameters.weight.numel()))
     try:
-        run_here(fitted, settings, rows, options, persistent=persistent)
+        run_here(fitted, settings, rows, options, persistent, stop_asked)
     finally:
         move(fitted.parameters, torch.device("cpu"))
 
 
 def run_here(
-    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool
-) -> None:
+    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], persistent: bool,
+    stop_asked: Callable[[], bool],
+) -> None:  # fmt: skip
     """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
-    active = rows.active()
-    held_out = np.empty(0, dtype=np.int64)
+    watch, active, held_out = Stopwatch(), rows.active(), np.empty(0, dtype=np.int64)
     if options["early_stopping"] and persistent:
         active, held_out = hold_out(active, options["validation_fraction"], fitted.seed)
     if not persistent or not fitted.rows_seen:
-        fitted.class_counts = fitted.class_counts + np.bincount(rows.codes[active], minlength=len(fitted.class_counts))
-        fitted.rows_seen += len(active)
-        if settings.prior_variance is not None:
-            fitted.feature_counts = fitted.feature_counts + rows.X.feature_counts(active)
-    began = time.perf_counter()
+        count(fitted, settings, rows, active)
+    if not persistent:
+        fitted.run.plan, fitted.run.window = None, Window()
     problem = make_problem(fitted, settings, rows, active)
-    prepared = time.perf_counter() - began
     problem.sampler.resume(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
     per_epoch = -(-len(active) // settings.batch_size)
     n_iter = settings.max_iter if persistent else per_epoch
     schedule = Schedule(
+        plan=looks.plan_of(fitted, problem, settings, n_iter, len(held_out), with_gap=persistent),
         batch_size=settings.batch_size,
-        max_iter=n_iter,
-        record_every=max(1, min(n_iter // 200, per_epoch)),
-        bound_every=1 if n_iter < 200 else max(1, min(10, n_iter // 200)),
-        evaluate_every=max(1, n_iter // 20),
         seed=fitted.seed,
         origin=0 if persistent else fitted.clock.iteration,
         early_stopping=len(held_out) > 0,
@@ -201,39 +183,67 @@ def run_here(
         tol=options["tol"],
     )
     evaluators = Evaluators(
-        validation=validation_look(problem, state, rows, held_out) if len(held_out) else None,
-        bound_gap=bound_gap_look(problem, state, active) if persistent else None,
+        validation=looks.validation_look(problem, state, rows, held_out) if len(held_out) else None,
+        bound_gap=looks.bound_gap_look(problem, state, active, schedule.plan.gap_rows),
     )
-    with threads(options["n_jobs"]), one_torch_thread(), TrainingProgress(n_iter, options["verbose"]) as progress:
+    progress = TrainingProgress(schedule.plan.last, options["verbose"], fitted.clock.iteration)
+    with threads(options["n_jobs"]), progress:
         progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
         if problem.alike is not None:
             parts = int(problem.alike.max()) + 1
             progress.say(f"{len(active):,} rows, many with the same features: kept together in {parts:,} parts")
         with progress.may_compile():
             problem.sampler.warm_up(rows.X)
-        began = time.perf_counter()
         problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
-        schedule = replace(schedule, seconds_before=prepared + time.perf_counter() - began)
+        was_torn = fitted.torn
         try:
-            train(problem, state, schedule, evaluators, progress, fitted.run)
-        finally:  # an interrupted fit keeps what it has learned, and can go on from there
-            fitted.stream_steps += 0 if persistent else state.clock.iteration - fitted.clock.iteration
-            fitted.clock = state.clock
-            lasting = persistent or (problem.local is not None and problem.local.amortises)
-            fitted.local = state.local if lasting else {}
-            fitted.sampler = problem.sampler.kept() or fitted.sampler  # a part of a stream may do without it
+            fitted.torn = True  # until `keep` says otherwise
+            train(problem, state, schedule, evaluators, progress, fitted.run, watch, stop_asked)
+        finally:  # a fit that was cut short keeps what it has learned, and can go on from there
+            keep(fitted, problem, state, watch, persistent, torn=was_torn or state.mark.torn)
+        progress.say(watch.describe())
+
+
+def count(fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray) -> None:
+    """Take note of rows that are seen for the first time. All at once, or an interrupted fit would count them twice."""
+    features = fitted.feature_counts
+    if settings.prior_variance is not None:
+        features = features + rows.X.feature_counts(active)
+    classes = fitted.class_counts + np.bincount(rows.codes[active], minlength=len(fitted.class_counts))
+    vars(fitted).update(class_counts=classes, feature_counts=features, rows_seen=fitted.rows_seen + len(active))
+
+
+def keep(
+    fitted: Fitted, problem: Problem, state: State, watch: Stopwatch, persistent: bool, *, torn: bool
+) -> None:  # fmt: skip
+    """What a fit leaves, all at once."""
+    lasting = persistent or (problem.local is not None and problem.local.amortises)
+    vars(fitted).update(
+        stream_steps=fitted.stream_steps + (0 if persistent else state.clock.iteration - fitted.clock.iteration),
+        clock=state.clock,
+        local=state.local if lasting else {},
+        sampler=problem.sampler.kept() or fitted.sampler,  # a part of a stream may do without it
+        seconds=dict(watch.seconds),
+        torn=torn,
+    )
 
 
 def hold_out(active: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(rows to train on, rows to validate on), the same for the same seed."""
-    n_held = math.ceil(fraction * len(active))
-    if n_held >= len(active):
-        raise ValueError(
-            f"early_stopping holds out {fraction:.0%} of {len(active)} rows, which leaves none to train on. "
-            "Lower validation_fraction, or set early_stopping=False."
-        )
+    n_held = n_held_out(len(active), fraction)
     order = np.random.Generator(np.random.PCG64(mix(seed, 3, 0))).permutation(len(active))
     return np.sort(active[order[n_held:]]), np.sort(active[order[:n_held]])
+
+
+def n_held_out(n_rows: int, fraction: float) -> int:
+    """How many of so many rows `hold_out` keeps to validate on."""
+    n_held = math.ceil(fraction * n_rows)
+    if n_held >= n_rows:
+        raise ValueError(
+            f"early_stopping holds out {fraction:.0%} of {n_rows} rows, which leaves none to train on. "
+            "Lower validation_fraction, or set early_stopping=False."
+        )
+    return n_held
 
 
 def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray) -> Problem:
@@ -303,57 +313,3 @@ def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent
     if persistent and kept.keys() == fresh.keys() and all(len(kept[k]) == len(fresh[k]) for k in kept):
         return kept
     return fresh
-
-
-def validation_look(problem: Problem, state: State, rows: TrainingRows, held_out: np.ndarray) -> Callable[[], float]:
-    """Mean log likelihood of the held-out rows (of as many as are affordable), exact."""
-    K = len(state.parameters.bias)
-    looked_at = held_out[: max(100, VALIDATION_PAIRS // K)]
-    codes = torch.from_numpy(rows.codes[looked_at].astype(np.int64, copy=False))
-    weight = None if rows.weight is None else rows.weight[looked_at]
-    all_classes = torch.arange(K)
-
-    def scores_of(begin: int, end: int) -> Tensor:
-        parameters = state.parameters
-        return problem.kernels.shared_scores(
-            problem.X, looked_at[begin:end], all_classes, parameters.weight, parameters.bias
-        )
-
-    return lambda: float(np.average(predict.log_likelihood(problem.noise, scores_of, codes, K).numpy(), weights=weight))
-
-
-def bound_gap_look(problem: Problem, state: State, active: np.ndarray) -> Callable[[], float] | None:
-    """log p minus the full-sum bound on fixed training rows with their stored q: how much the bound gives away."""
-    if problem.method in ("sampled-softmax", "exact"):
-        return None
-    K = len(state.parameters.bias)
-    pairs = GAP_PAIRS["closed form" if problem.noise.name == "softmax" else "quadrature"]
-    n_looked_at = min(256, max(8, pairs // K), len(active))
-    rows = active[np.linspace(0, len(active) - 1, n_looked_at).astype(np.int64)]
-    index = torch.from_numpy(rows)
-    labels = problem.labels[index]
-    everything = AllClasses().bind(np.ones(K), problem.kernels.draw_without_replacement)
-
-    def look() -> float:
-        dtype = state.parameters.weight.dtype
-        sampled = everything.draw(labels, K, generator=torch.Generator(), dtype=dtype)
-        scored = score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
-        gap = scored.gap.to(torch.float64)
-        if problem.local is None:
-            bound = bounds.one_vs_each(gap, gap.new_zeros(()))
-            visited = torch.ones(len(rows), dtype=torch.bool)
-        else:
-            minibatch = as_minibatch(problem, state, rows, labels)
-            halves = halves_to_look_with(problem, minibatch) if problem.local.takes_halves else None
-            bound = problem.local.bound_on_all(minibatch, scored.psi_y, state.local, problem.noise, gap, halves)
-            visited = ~problem.local.unvisited(state.local, index)
-        log_p = quadrature.log_likelihood(problem.noise, gap.scatter(1, labels[:, None], 0.0), labels)
-        return float((log_p - bound)[visited].mean()) if visited.any() else math.nan
-
-    return look
-
-
-def halves_to_look_with(problem: Problem, minibatch: Minibatch) -> Sampled:
-    """Classes drawn as for a step, always with the same luck. By a copy: a sampler may take up something new then."""
-    generator = torch.Generator().manual_seed(0)
-    return copy.copy(problem.sampler).draw_halves(minibatch, problem.n_sampled, generator=generator)

@@ -23,10 +23,11 @@ from .encoding import OURS
 from .files import unpack_names
 from .layout import Entry, Layout, LayoutError
 from .local import LocalStep
+from .looks import MOST_ROWS
 from .noise import resolve_noise
 from .optim import Adam, RowOptimizer
 from .sampler import SAMPLERS, ClassSampler
-from .training import HISTORY
+from .training import HISTORY, SECONDS, Plan
 
 LARGEST = 2**53  # of what is counted: whole numbers that a float64 has
 MOST_STEPS = 2**50
@@ -53,6 +54,33 @@ def _are_weights(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_number(weight) and weight >= 0 for weight in value.values())
 
 
+def _is_plan(value: Any) -> bool:
+    """As `Plan`: at least one iteration between records and between bounds; 0 for looks that are not taken."""
+    if value is None:
+        return True
+    if not isinstance(value, list) or len(value) != len(Plan._fields) or not all(map(_whole(LARGEST), value)):
+        return False
+    plan = Plan(*value)
+    return plan.record_every >= 1 and plan.bound_every >= 1 and plan.gap_rows <= MOST_ROWS
+
+
+def _is_window(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 3 or not all(map(_whole(LARGEST), value[1:])):
+        return False
+    try:
+        return math.isfinite(float.fromhex(value[0]))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _are_seconds(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() <= set(SECONDS)
+        and all(_is_number(spent) and spent >= 0 for spent in value.values())
+    )
+
+
 DESCRIPTION: dict[str, Check] = {
     "written_by": (lambda value: isinstance(value, str), "the version that wrote the file"),
     "parameters": (lambda value: isinstance(value, dict), "a table of parameters"),
@@ -70,8 +98,22 @@ DESCRIPTION: dict[str, Check] = {
     "best_validation": (lambda value: value is None or _is_number(value), "a number or null"),
     "without_gain": (_whole(LARGEST), "a number of looks"),
     "sparse": (lambda value: type(value) is bool, "true or false"),
+    "torn": (lambda value: type(value) is bool, "true or false"),
+    "plan": (_is_plan, f"null, or {len(Plan._fields)} counts of iterations and rows"),
+    "window": (_is_window, "a number in hexadecimal and two counts"),
+    "training_seconds": (lambda value: value is None or (_is_number(value) and value >= 0), "a number >= 0 or null"),
+    "fit_seconds": (_are_seconds, f"seconds by {', '.join(SECONDS)}"),
 }
-LATER: dict[str, Any] = {"stream_steps": 0, "best_validation": None, "without_gain": 0}  # the first files lack these
+LATER: dict[str, Any] = {  # the first files lack these
+    "stream_steps": 0,
+    "best_validation": None,
+    "without_gain": 0,
+    "torn": False,
+    "plan": None,
+    "window": [(0.0).hex(), 0, 0],
+    "training_seconds": None,
+    "fit_seconds": {},
+}
 PARAMETERS: dict[str, Check] = {  # what `check_parameters` and `resolve` do not look at
     "early_stopping": (_is_flag, "true or false"),
     "warm_start": (_is_flag, "true or false"),

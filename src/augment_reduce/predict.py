@@ -3,6 +3,9 @@
 Everything is read off a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)`:
 who calls it need not say whether the rows are dense, sparse, or the output of a network. What a score means is the
 noise's affair (quadrature.py): eq. (1) for softmax, eq. (5) for every other.
+
+Blocks are shared out among threads, `threads.get_num_threads()` of them. What a block is depends on the number of rows
+and classes alone, and so do the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,11 +14,13 @@ import torch
 from torch import Tensor
 
 from . import quadrature
+from .kernels.threads import for_each, get_num_threads
 from .noise import Noise
 
 ScoresOf = Callable[[int, int], Tensor]
 
-BUDGET_BYTES = 64 << 20
+BUDGET_BYTES = 32 << 20
+SMALL_BLOCK, BLOCKS = 1 << 18, 16  # (row, class) pairs of a block that is worth its overhead; blocks to share out
 ARRAYS = 4  # (rows, classes) arrays of float64 alive at once: scores, a double of them, the answer, one to spare
 
 
@@ -25,28 +30,45 @@ def block_rows(n_classes: int, n_nodes: int = ARRAYS, budget_bytes: int = BUDGET
 
 
 def row_blocks(n_rows: int, n_classes: int, budget_bytes: int = BUDGET_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive blocks that cover all rows."""
-    step = block_rows(n_classes, budget_bytes=budget_bytes)
+    """(start, stop) of consecutive blocks that cover all rows: as large as the budget allows, or as few rows as still
+    make BLOCKS of them."""
+    few = max(-(-SMALL_BLOCK // max(1, n_classes)), -(-n_rows // BLOCKS))
+    step = min(few, block_rows(n_classes, budget_bytes=budget_bytes))
     return ((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
 
 
-def _scored_blocks(
-    scores_of: ScoresOf, n_rows: int, n_classes: int, budget_bytes: int
-) -> Iterator[tuple[slice, Tensor]]:
-    for start, stop in row_blocks(n_rows, n_classes, budget_bytes):
-        psi = scores_of(start, stop)
-        if psi.shape != (stop - start, n_classes):
-            raise ValueError(
-                f"Expected scores_of({start}, {stop}) to give shape {(stop - start, n_classes)}, one row each and one "
-                f"column a class, but found {tuple(psi.shape)}."
-            )
-        if not psi.isfinite().all():
-            row = start + int(psi.isfinite().all(1).logical_not().nonzero()[0])
-            raise ValueError(
-                f"Expected finite scores, but those of row {row} hold NaN or infinity: its features do, or the weights "
-                "have diverged in training. Check that row; train with a lower learning rate or with a prior."
-            )
-        yield slice(start, stop), psi
+def bytes_needed(n_rows: int, n_classes: int, numbers: int) -> int:
+    """What answers of so many numbers a row take, and the blocks that are worked on."""
+    rows = max([stop - start for start, stop in row_blocks(n_rows, n_classes)], default=0)
+    return 8 * (n_rows * numbers + get_num_threads() * ARRAYS * rows * n_classes)
+
+
+def _checked_scores(scores_of: ScoresOf, start: int, stop: int, n_classes: int) -> Tensor:
+    psi = scores_of(start, stop)
+    if psi.shape != (stop - start, n_classes):
+        raise ValueError(
+            f"Expected scores_of({start}, {stop}) to give shape {(stop - start, n_classes)}, one row each and one "
+            f"column a class, but found {tuple(psi.shape)}."
+        )
+    if not psi.isfinite().all():
+        row = start + int(psi.isfinite().all(1).logical_not().nonzero()[0])
+        raise ValueError(
+            f"Expected finite scores, but those of row {row} hold NaN or infinity: its features do, or the weights "
+            "have diverged in training. Check that row; train with a lower learning rate or with a prior."
+        )
+    return psi
+
+
+def _for_blocks(
+    work: Callable[[slice, Tensor], None], scores_of: ScoresOf, n_rows: int, n_classes: int, budget_bytes: int
+) -> None:
+    """work(rows, psi) for every block, in inference mode, in which the noise's functions are compiled."""
+
+    def block(ends: tuple[int, int]) -> None:
+        with torch.inference_mode():
+            work(slice(*ends), _checked_scores(scores_of, *ends, n_classes))
+
+    for_each(block, row_blocks(n_rows, n_classes, budget_bytes))
 
 
 def _check_labels(labels: Tensor, n_classes: int) -> None:
@@ -75,9 +97,11 @@ def log_likelihood(
     if n_classes is None:
         n_classes = scores_of(0, 1).shape[1] if len(labels) else 1
     _check_labels(labels, n_classes)
-    for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
-        with torch.inference_mode():  # here, where nothing is recorded, the noise's functions are compiled
-            out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
+
+    def work(rows: slice, psi: Tensor) -> None:
+        out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
+
+    _for_blocks(work, scores_of, len(labels), n_classes, budget_bytes)
     return out.clamp_(max=0.0)  # a certain label may come out at +1e-14
 
 
@@ -94,7 +118,8 @@ def log_likelihood_importance(
     """The paper's estimate of `log_likelihood` from draws of N(5, 5^2) (sec. 4), without its clipping: to compare."""
     _check_labels(labels, n_classes)
     out = torch.empty(len(labels), dtype=torch.float64)
-    for rows, psi in _scored_blocks(scores_of, len(labels), n_classes, budget_bytes):
+    for start, stop in row_blocks(len(labels), n_classes, budget_bytes):  # in their order: all draw from one generator
+        psi, rows = _checked_scores(scores_of, start, stop, n_classes), slice(start, stop)
         y = labels[rows].to(psi.device, torch.int64)
         out[rows] = quadrature.log_likelihood_importance(noise, psi, y, generator=generator, n_samples=n_samples)
     return out
@@ -112,26 +137,62 @@ def log_proba(
     """log p(k | psi_n) of every row and class, (N, K): eq. (5) with one grid a row, O(K J), and not
     renormalised; the accuracy is that of `quadrature.log_proba`."""
     out = torch.empty(n_rows, n_classes, dtype=out_dtype)
-    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
-        with torch.inference_mode():
-            out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).to(out_dtype)
+
+    def work(rows: slice, psi: Tensor) -> None:
+        out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).to(out_dtype)
+
+    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
     return out
 
 
-def scores(scores_of: ScoresOf, n_rows: int, n_classes: int, *, budget_bytes: int = BUDGET_BYTES) -> Tensor:
-    """psi of every row, (N, K), in the dtype they are computed in."""
-    out = torch.empty(0, n_classes)
-    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
-        out = out if len(out) else torch.empty(n_rows, n_classes, dtype=psi.dtype)
-        out[rows] = psi
+def proba(
+    noise: Noise,
+    scores_of: ScoresOf,
+    n_rows: int,
+    n_classes: int,
+    out_dtype: torch.dtype = torch.float64,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Tensor:
+    """e^`log_proba`, (N, K), rounded to `out_dtype` last."""
+    out = torch.empty(n_rows, n_classes, dtype=out_dtype)
+
+    def work(rows: slice, psi: Tensor) -> None:
+        out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).exp_().to(out_dtype)
+
+    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
+    return out
+
+
+def scores(
+    scores_of: ScoresOf,
+    n_rows: int,
+    n_classes: int,
+    out_dtype: torch.dtype | None = None,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Tensor:
+    """psi of every row, (N, K), in the dtype they are computed in, or in `out_dtype`, whose largest numbers stand for
+    those that it has no room for."""
+    if out_dtype is None:
+        out_dtype = scores_of(0, 1).dtype if n_rows else torch.get_default_dtype()
+    out, most = torch.empty(n_rows, n_classes, dtype=out_dtype), torch.finfo(out_dtype).max
+
+    def work(rows: slice, psi: Tensor) -> None:
+        out[rows] = psi if psi.dtype == out_dtype else psi.clamp(-most, most).to(out_dtype)
+
+    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
     return out
 
 
 def argmax(scores_of: ScoresOf, n_rows: int, n_classes: int, *, budget_bytes: int = BUDGET_BYTES) -> Tensor:
     """The most probable class of every row, (N,) int64: that of the highest score (see `top_k`), ties to the lowest."""
     out = torch.empty(n_rows, dtype=torch.int64)
-    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
+
+    def work(rows: slice, psi: Tensor) -> None:
         out[rows] = highest(psi, 1)[:, 0]
+
+    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
     return out
 
 
@@ -156,11 +217,12 @@ def top_k(
         raise ValueError(f"Expected k between 1 and the number of classes, {n_classes}, but found {k}.")
     classes = torch.empty(n_rows, k, dtype=torch.int64)
     probabilities = torch.empty(n_rows, k, dtype=torch.float64)
-    for rows, psi in _scored_blocks(scores_of, n_rows, n_classes, budget_bytes):
-        best = highest(psi, k)
-        classes[rows] = best
-        with torch.inference_mode():
-            probabilities[rows] = quadrature.log_proba_of(noise, psi, best).exp_().clamp_(max=1.0)
+
+    def work(rows: slice, psi: Tensor) -> None:
+        classes[rows] = best = highest(psi, k)
+        probabilities[rows] = quadrature.log_proba_of(noise, psi, best).exp_().clamp_(max=1.0)
+
+    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
     return classes, probabilities
 
 

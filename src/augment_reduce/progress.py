@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 PATIENCE = 1.0  # seconds of a first step before we say why it takes so long
+EVERY = 1.0  # seconds between two lines of a log
 
 
 class _Rate(ProgressColumn):
@@ -23,10 +25,10 @@ class _Rate(ProgressColumn):
 class TrainingProgress:
     """A context manager around the training loop. Silent where `verbose` is 0.
 
-    On a terminal it is one moving line; elsewhere (a log file, a pipe) it prints a line per record.
+    On a terminal it is one moving line; elsewhere (a log file, a pipe) a line now and then, and one at the end.
     """
 
-    def __init__(self, total: int, verbose: int) -> None:
+    def __init__(self, total: int, verbose: int, done: int = 0) -> None:
         self.console = Console(stderr=True)
         self.verbose = verbose
         self.total = total
@@ -43,7 +45,8 @@ class TrainingProgress:
             disable=not self.moving,
             transient=False,
         )
-        self.task = self.bar.add_task("fit", total=total, status="")
+        self.task = self.bar.add_task("fit", total=total, completed=done, status="")
+        self.printed = time.monotonic()
 
     def __enter__(self) -> TrainingProgress:
         self.bar.start()
@@ -82,25 +85,32 @@ class TrainingProgress:
         if self.moving:
             self.bar.advance(self.task, steps)
 
-    def report(self, record: dict[str, float]) -> None:
-        """Show the newest record of the history."""
+    def report(self, record: dict[str, float], last: bool) -> None:
+        """Show the newest record of the history; in a log only looks, no more than one each EVERY, and the last."""
         if self.verbose == 0:
             return
-        parts = []
-        if not math.isnan(record["bound"]):
-            parts.append(f"bound {record['bound']:.4f}")
-        if not math.isnan(record["bound_gap"]):
-            parts.append(f"below log p by {record['bound_gap']:.3f}")
-        if not math.isnan(record["validation_log_likelihood"]):
-            parts.append(f"validation {record['validation_log_likelihood']:.4f}")
-        status = "  ".join(parts)
         if self.moving:
-            self.bar.update(self.task, status=status)
-        else:
-            iteration = int(record["iteration"])
+            self.bar.update(self.task, status=described(record))
+            return
+        looked = not (math.isnan(record["bound_gap"]) and math.isnan(record["validation_log_likelihood"]))
+        if last or (looked and time.monotonic() - self.printed >= EVERY):
+            self.printed = time.monotonic()
             self.console.print(
-                f"iteration {iteration:,} of {self.total:,}  epoch {record['epoch']:.1f}  "
-                f"{record['seconds']:.1f} s  {status}",
+                f"iteration {int(record['iteration']):,} of {self.total:,}  epoch {record['epoch']:.1f}  "
+                f"{record['seconds']:.1f} s  {described(record)}",
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def described(record: dict[str, float]) -> str:
+    """What is known of the bound."""
+    parts = []
+    if not math.isnan(record["bound"]):
+        parts.append(f"bound {record['bound']:.4f}")
+    if not math.isnan(record["bound_gap"]):
+        gap = round(record["bound_gap"], 3)
+        parts.append(f"bound gap {gap if gap else 0.0:.3f} nat")  # not -0.000
+    if not math.isnan(record["validation_log_likelihood"]):
+        parts.append(f"validation {record['validation_log_likelihood']:.4f}")
+    return "  ".join(parts)

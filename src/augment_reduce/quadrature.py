@@ -28,6 +28,7 @@ DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, since there every small operation c
 BIN_WIDTHS, DEGREE = (2.0, 1.0, 0.5), 16  # of the interpolation of log Phi: widths to try, points in a bin
 DROP = 34.0  # an integrand is cut off where it is below e^-34 = 2e-15 of its peak
 FIRST_NODES, MAX_NODES = 16, 1 << 15  # the trapezoid starts with 16 intervals and doubles
+FURTHEST = 1e30  # below the largest score of a row: what lies further counts as this far
 CONVERGED = 1e-8  # change of log P between J and 2J intervals; the error of 2J is then about its square
 PANEL_TOLERANCE = 1e-11  # error of one adaptive panel, relative to the whole integral
 
@@ -284,10 +285,14 @@ def _padded(crowd: Crowd, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
 
 
 def _crowds(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, Crowd]]:
-    """The rows in blocks that bound the memory; float64 from here on."""
+    """The rows in blocks that bound the memory; float64 from here on.
+
+    Only differences matter, so the largest score of each row is made zero: next to 1e30 no grid could be told apart.
+    """
     width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
     for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: room for the nodes where classes are few
-        yield block, Crowd(noise, psi[block].double(), width)
+        scores = psi[block].double()
+        yield block, Crowd(noise, (scores - scores.amax(1, keepdim=True)).clamp_(min=-FURTHEST), width)
 
 
 def _check(psi: Tensor, classes: Tensor) -> None:

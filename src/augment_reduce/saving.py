@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,11 @@ from ._version import __version__
 from .atomic import target_of
 from .encoding import EncodingError, decode, encode
 from .files import ModelFileError, load_model, pack_names, save_model, unpack_names
-from .fitting import Fitted
+from .fitting import TORN, Fitted
 from .kernels.reference import Parameters
 from .local import Clock
 from .model_checks import BEST, LATER, check_contents, check_description
-from .training import HISTORY
+from .training import HISTORY, Plan, Window
 
 if TYPE_CHECKING:
     from .estimator import AugmentReduceClassifier
@@ -50,6 +51,8 @@ def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> No
             f"This model cannot be saved: {error}. If training diverged, fit again with a lower learning_rate; if a "
             "parameter was changed since, change it back."
         ) from error
+    if estimator._fitted.torn:
+        warnings.warn(f"Saving to {path}: {TORN}", RuntimeWarning, stacklevel=3)
     save_model(path, description, tensors)
 
 
@@ -92,6 +95,11 @@ def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[s
         "best_validation": fitted.run.best if math.isfinite(fitted.run.best) else None,
         "without_gain": fitted.run.without_gain,
         "sparse": fitted.sparse_weight is not None,
+        "torn": fitted.torn,
+        "plan": fitted.run.plan,  # of a fit that was cut short, as is the window
+        "window": [fitted.run.window.bound.hex(), fitted.run.window.rows, fitted.run.window.floor_hits],
+        "training_seconds": fitted.run.seconds,
+        "fit_seconds": fitted.seconds,
     }
     if hasattr(estimator, "feature_names_in_"):
         tensors.update(pack_names("features", estimator.feature_names_in_))
@@ -159,6 +167,13 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
     missing = [math.nan] * len(history["iteration"])
     fitted.run.history = {name: history.get(name, missing[:]) for name in HISTORY}
     fitted.run.stopped_early = description["stopped_early"]
+    fitted.torn = description["torn"]
+    fitted.run.plan = None if description["plan"] is None else Plan(*description["plan"])
+    bound, n_rows, floor_hits = description["window"]
+    fitted.run.window = Window(float.fromhex(bound), n_rows, floor_hits)
+    spent, elapsed = description["training_seconds"], fitted.run.history["seconds"]
+    fitted.run.seconds = (elapsed[-1] if elapsed else 0.0) if spent is None else float(spent)
+    fitted.seconds.update(description["fit_seconds"])
     best = description["best_validation"]
     fitted.run.best = -math.inf if best is None else float(best)
     fitted.run.without_gain = description["without_gain"]

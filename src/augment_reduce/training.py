@@ -1,7 +1,8 @@
 """The loop around `vem.step`: which rows come when, what is recorded, when to stop.
 
 Everything random follows from (seed, iteration): the order of an epoch from the seed and the epoch, a step's
-draws from the seed and the iteration (`seeds`).
+draws from the seed and the iteration (`seeds`). When something is looked at follows from a `Plan`, which a fit that was
+cut short leaves to the one that goes on: so that one sees what the other would have seen.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import signal
 import sys
-import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from .kernels.cache import compile_seconds
 from .local import Clock
 from .progress import TrainingProgress
 from .seeds import StepGenerators, mix, mix_all
 from .vem import Problem, State, StepInfos, at_once, steps
 
+SECONDS = ("prepare", "compile", "train", "validate", "look")
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
 
 
@@ -95,39 +97,57 @@ class Orders:
             self.n_held += 1
 
 
+class Plan(NamedTuple):
+    """When to look at what, in iterations counted from the first one of all."""
+
+    last: int  # the last iteration
+    record_every: int  # iterations between records of the bound
+    bound_every: int  # between those whose bound is computed and averaged into a record
+    validate_every: int  # between looks at the validation rows; 0: none
+    gap_every: int  # between looks at the bound's gap; 0: none
+    gap_rows: int  # that are looked at
+
+    @property
+    def look_every(self) -> int:
+        """Iterations between looks at either: both come when the rarer one comes."""
+        return self.validate_every or self.gap_every or self.last
+
+    def looks(self, t: int) -> bool:
+        """Whether validation rows or the bound's gap are looked at after iteration t."""
+        return t % self.look_every == 0 or t == self.last
+
+    def validates(self, t: int) -> bool:
+        return self.validate_every > 0 and self.looks(t)
+
+    def looks_at_gap(self, t: int) -> bool:
+        return self.gap_every > 0 and (t % self.gap_every == 0 or t == self.last)
+
+    def recorded(self, t: int, end: int) -> list[int]:
+        """After which of iterations t..end there is a record; looks are taken after `end`, if at all."""
+        every = range(-(-t // self.record_every) * self.record_every, end + 1, self.record_every)
+        return [*every, end] if self.looks(end) and end % self.record_every else [*every]
+
+    def wants_bounds(self, turns: range) -> np.ndarray:
+        """Of which of these iterations the bound is computed."""
+        at = np.arange(turns.start, turns.stop)
+        return (at % self.bound_every == 0) | (at == self.last)
+
+    def until_look(self, t: int) -> int:
+        """How many iterations from t on until the first after which there is such a look, that one too."""
+        return min(self.last - t + 1, self.look_every - (t - 1) % self.look_every)
+
+
 @dataclass
 class Schedule:
-    """How long to train and what to look at on the way."""
+    """How to go through the rows, and when to stop."""
 
+    plan: Plan
     batch_size: int
-    max_iter: int  # this many more iterations
-    record_every: int  # iterations between records of the bound
-    bound_every: int  # iterations between those whose bound is computed and averaged into a record
-    evaluate_every: int  # iterations between looks at validation rows and at the bound's gap
     seed: int
     origin: int = 0  # the iteration before the first epoch over these rows
     early_stopping: bool = False
     n_iter_no_change: int = 5
     tol: float = 1e-4
-    seconds_before: float = 0.0  # what preparing took
-
-    def evaluates(self, t: int, last: int) -> bool:
-        """Whether validation rows and the bound's gap are looked at after iteration t."""
-        return t % self.evaluate_every == 0 or t == last
-
-    def recorded(self, t: int, end: int, last: int) -> list[int]:
-        """After which of iterations t..end there is a record; looks are taken after `end`, if at all."""
-        every = range(-(-t // self.record_every) * self.record_every, end + 1, self.record_every)
-        return [*every, end] if self.evaluates(end, last) and end % self.record_every else [*every]
-
-    def wants_bounds(self, turns: range, last: int) -> np.ndarray:
-        """Of which of these iterations the bound is computed."""
-        at = np.arange(turns.start, turns.stop)
-        return (at % self.bound_every == 0) | (at == last)
-
-    def until_look(self, t: int, last: int) -> int:
-        """How many iterations from t on until the first after which there is such a look, that one too."""
-        return min(last - t + 1, self.evaluate_every - (t - 1) % self.evaluate_every)
 
 
 @dataclass
@@ -160,110 +180,121 @@ class Window:
         return self.bound / self.rows if self.rows else math.nan
 
 
+class Stopwatch:
+    """Seconds by what they were spent on; those that kernels took to compile, or to be loaded, apart."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(SECONDS, 0.0)
+        self.since, self.compiled = time.perf_counter(), compile_seconds()
+
+    def lap(self, name: str) -> float:
+        """The time since the last lap was for this; how much it was."""
+        now, compiled = time.perf_counter(), compile_seconds()
+        compiling = compiled - self.compiled
+        spent = max(0.0, now - self.since - compiling)
+        self.seconds["compile"] += compiling
+        self.seconds[name] += spent
+        self.since, self.compiled = now, compiled
+        return spent
+
+    def describe(self) -> str:
+        parts = (f"{name} {spent:.1f} s" for name, spent in self.seconds.items() if spent >= 0.05)
+        return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts) or 'less than 0.1 s'}"
+
+
 @dataclass
 class Run:
-    """What a training run leaves: history by name, why it stopped."""
+    """What a training run leaves: history by name, why it stopped, and what a fit that goes on has to know."""
 
     history: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in HISTORY})
+    window: Window = field(default_factory=Window)  # since the last record
+    seconds: float = 0.0  # of training
+    plan: Plan | None = None  # of a fit that has not come to its end
     stopped_early: bool = False
     without_gain: int = 0  # looks since the last that was better
     best: float = -math.inf
     best_parameters: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def record(self, progress: TrainingProgress, values: tuple[float, ...]) -> None:
+    def record(self, progress: TrainingProgress, values: tuple[float, ...], last: bool) -> None:
         """Append one value to every column of the history, and show them."""
         for name, value in zip(HISTORY, values, strict=True):
             self.history[name].append(float(value))
-        progress.report(dict(zip(HISTORY, values, strict=True)))
-
-
-@contextlib.contextmanager
-def interrupt_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits for the step under way: inside, SIGINT is only noted; the function given raises it.
-
-    So an interrupted fit has whole steps only and can go on exactly. A second Ctrl-C acts at once. Where this is not
-    the main thread, or the program has its own handler, nothing changes.
-    """
-    usual = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if not usual:
-        yield lambda: None
-        return
-    pressed = False
-
-    def note(signum: int, frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        progress.report(dict(zip(HISTORY, values, strict=True)), last)
 
 
 def train(
-    problem: Problem, state: State, schedule: Schedule, evaluators: Evaluators, progress: TrainingProgress, run: Run
-) -> Run:
-    """Take `schedule.max_iter` steps from where `state.clock` stands, or fewer if validation stops improving."""
+    problem: Problem, state: State, schedule: Schedule, evaluators: Evaluators, progress: TrainingProgress, run: Run,
+    watch: Stopwatch | None = None, stop_asked: Callable[[], bool] = lambda: False,
+) -> Run:  # fmt: skip
+    """Take steps from where `state.clock` stands to the plan's last, or fewer if validation stops improving, or as soon
+    as `stop_asked`. Then `run.plan` and `run.window` say how to go on; at the end of the plan there is nothing to say.
+
+    Until a call of steps has been entered in all books, `state.mark` says that the model is torn.
+    """
+    plan, watch = schedule.plan, watch or Stopwatch()
     n_rows = len(problem.active)
     B = min(schedule.batch_size, n_rows)
     per_epoch = -(-n_rows // B)
-    elapsed = (run.history["seconds"][-1] if run.history["seconds"] else 0.0) + schedule.seconds_before
-    first = state.clock.iteration + 1
-    last = first + schedule.max_iter - 1
-    generator = torch.Generator()
-    alike = None if problem.alike is None else problem.alike[problem.active]
+    generator, alike = torch.Generator(), None if problem.alike is None else problem.alike[problem.active]
     orders = Orders(schedule.seed + schedule.origin, problem.active, B, alike)
-    window = Window()
+    run.plan = plan
     look_back(run, state, schedule)
 
-    with torch.inference_mode(), interrupt_between_steps() as check_interrupt:
-        began = time.perf_counter()
-        t, most = first, at_once(problem, state, B)
-        elapsed += time.perf_counter() - began
-        while t <= last and not run.stopped_early:
-            started = time.perf_counter()
+    with torch.inference_mode():
+        t = first = state.clock.iteration + 1
+        most = at_once(problem, state, B)
+        watch.lap("prepare")
+        while t <= plan.last and not run.stopped_early:
+            if stop_asked():
+                return run
             done = t - 1 - schedule.origin
             epoch, slot = divmod(done, per_epoch)
             with progress.may_compile() if t == first else contextlib.nullcontext():
-                M = min(most, orders.most_from(done), schedule.until_look(t, last))
+                M = min(most, orders.most_from(done), plan.until_look(t))
                 turns = range(t, t + M)
                 state, infos = steps(
                     problem, state, orders.minibatches(done, M), Clock(t, epoch + 1, slot, per_epoch),
                     generators=StepGenerators(generator, mix_all(schedule.seed, 2, turns)),
-                    wanted=schedule.wants_bounds(turns, last),
+                    wanted=plan.wants_bounds(turns),
                 )  # fmt: skip
             M = infos.n_steps  # may be fewer: where the next one diverges its own call will say so
             if slot + M >= per_epoch:  # once for several epochs, which samplers that use it never have in one call
                 problem.sampler.end_epoch(state.parameters, n_rows, problem.n_sampled)
-            took = time.perf_counter() - started
             progress.advance(M)
-            added = 0
-            for u in schedule.recorded(t, t + M - 1, last):
-                window.add(infos, added, u - t + 1)
-                added, looks = u - t + 1, schedule.evaluates(u, last)
-                score = evaluators.validation() if looks and evaluators.validation else math.nan
-                gap = evaluators.bound_gap() if looks and evaluators.bound_gap else math.nan
-                when = (u, (u - schedule.origin) / per_epoch, elapsed + took * added / M)
-                run.record(progress, (*when, window.mean_bound(), score, gap, window.floor_hits))
-                window = Window()
-                if looks and schedule.early_stopping:
-                    keep_best(run, state, score, schedule)
-            window.add(infos, added, M)
-            elapsed += took
+            enter(run, state, schedule, evaluators, progress, watch, infos, t, per_epoch)
+            state.mark.torn = False
             t += M
-            check_interrupt()
-    if run.best_parameters is not None:
-        restore_best(run, state)
+        state.mark.torn = True
+        if run.best_parameters is not None:
+            restore_best(run, state)
+        run.plan, run.window = None, Window()
+        state.mark.torn = False
     return run
+
+
+def enter(
+    run: Run, state: State, schedule: Schedule, evaluators: Evaluators, progress: TrainingProgress, watch: Stopwatch,
+    infos: StepInfos, t: int, per_epoch: int,
+) -> None:  # fmt: skip
+    """The books of the steps from iteration t on: sums, records, looks, and the best weights."""
+    plan, M, added = schedule.plan, infos.n_steps, 0
+    before, took = run.seconds, watch.lap("train")
+    for u in plan.recorded(t, t + M - 1):
+        run.window.add(infos, added, u - t + 1)
+        added, score, gap = u - t + 1, math.nan, math.nan
+        if evaluators.validation is not None and plan.validates(u):
+            score = evaluators.validation()
+            watch.lap("validate")
+        if evaluators.bound_gap is not None and plan.looks_at_gap(u):
+            gap = evaluators.bound_gap()
+            watch.lap("look")
+        when = (u, (u - schedule.origin) / per_epoch, before + took * added / M)
+        run.record(progress, (*when, run.window.mean_bound(), score, gap, run.window.floor_hits), u == plan.last)
+        run.window = Window()
+        if schedule.early_stopping and plan.validates(u):
+            keep_best(run, state, score, schedule)
+    run.window.add(infos, added, M)
+    run.seconds = before + took
 
 
 def look_back(run: Run, state: State, schedule: Schedule) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -53,12 +53,20 @@ class Problem:
 
 
 @dataclass
+class Mark:
+    """`torn`: a step has begun to change things, and has not come to its end."""
+
+    torn: bool = False
+
+
+@dataclass
 class State:
     """What training changes: weights with their optimiser state, each row's q, and the clock."""
 
     parameters: Parameters
     local: LocalState
     clock: Clock
+    mark: Mark = field(default_factory=Mark)
     compiled: Any = None  # kernels/compiled.py's steps from here; on the state, as on the problem it would be a cycle
 
 
@@ -124,10 +132,12 @@ def step(
     else:
         if not problem.local.uses_updated:
             first_visits(problem, state, rows, index, labels, generator)
+        state.mark.torn = True
         bound, grad, floor_hits = problem.local.both_steps(
             minibatch, scored.psi_y, state.local, problem.noise, gap, sampled, clock, generator, want_bound
         )
 
+    state.mark.torn = True  # until whoever asked for the step has taken note of it
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
     row_scale = per_row if problem.sample_weight is None else problem.sample_weight[index] * per_row
     push(
@@ -231,6 +241,7 @@ def first_visits(
         return
     minibatch = as_minibatch(problem, state, rows[new.numpy()], labels[new])
     scored = draw_and_score(problem, state, minibatch, generator)
+    state.mark.torn = True
     local.start(state.local, index[new], problem.noise, scored.gap, scored.sampled.log_weight)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import bounds, predict
 from ..estimator import AugmentReduceClassifier
 from ..fitting import threads
+from ..labels import encode
 from ..noise import resolve_noise
 from .settings import FLOOR, MOVING_AVERAGE
 
@@ -21,8 +22,8 @@ def row_log_likelihoods(
     clf: AugmentReduceClassifier, X: Any, y: np.ndarray, integral: str = "quadrature"
 ) -> np.ndarray:
     """log p(y_n | x_n) of every row: exact, or by the paper's 1,000 draws ("importance")."""
-    scores_of, _ = clf._scores_of(X)
-    codes, K = torch.from_numpy(clf._encode(y)), len(clf.classes_)
+    scores_of = clf._scores_of(X)
+    codes, K = torch.from_numpy(encode(clf.classes_, y)), len(clf.classes_)
     noise = resolve_noise(clf.model)
     with threads(clf.n_jobs):
         if integral == "importance":
@@ -70,10 +71,10 @@ def training_metrics(clf: AugmentReduceClassifier, X: Any, y: np.ndarray) -> dic
 
 def _one_vs_each(clf: AugmentReduceClassifier, X: Any, y: np.ndarray) -> Iterator[np.ndarray]:
     """Eq. (10) over all classes, block by block."""
-    scores_of, n_rows = clf._scores_of(X)
-    codes = torch.from_numpy(clf._encode(y))
+    scores_of = clf._scores_of(X)
+    codes = torch.from_numpy(encode(clf.classes_, y))
     with threads(clf.n_jobs):
-        for start, stop in predict.row_blocks(n_rows, len(clf.classes_)):
+        for start, stop in predict.row_blocks(scores_of.n_rows, len(clf.classes_)):
             yield one_vs_each_bound(scores_of(start, stop).double(), codes[start:stop]).numpy()
 
 

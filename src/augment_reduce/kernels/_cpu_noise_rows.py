@@ -190,7 +190,7 @@ def _over_rows(
 ) -> None:
     """kernel(lo, hi, model, gap, omega, *rest, scratch) by all cores; `rest` are numbers of the dtype of gap."""
     B, S = gap.shape
-    if torch.broadcast_shapes(log_weight.shape, gap.shape) != gap.shape or len(rest[0]) != B:
+    if np.broadcast_shapes(log_weight.shape, gap.shape) != gap.shape or len(rest[0]) != B:
         raise ValueError(
             f"Expected log weights that broadcast to the gaps {tuple(gap.shape)}, and eps for each of the {B} rows, "
             f"found {tuple(log_weight.shape)} and {len(rest[0])}."

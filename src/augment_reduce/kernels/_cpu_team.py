@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from ._cpu_ahead import HELD, room_to_draw
@@ -25,6 +24,7 @@ from ._cpu_meet import ALONE, LEFT, first_queue, helpers, new_counter
 from ._cpu_quarters import PARTS
 from ._cpu_types import Array, Arrays
 from ._cpu_work import zeros
+from .threads import get_num_threads
 
 APART = 32  # numbers, that two threads do not write to the same line
 UNEVEN = 0.01  # of a thread's time: less is not worth moving classes to another core
@@ -56,7 +56,7 @@ CORES = _cores()  # asked once: the system takes longer to say than a small step
 
 def most_threads() -> int:
     """A team's threads run at once or not at all: no more than there are cores."""
-    return min(numba.get_num_threads(), CORES) if os.name == "posix" else 1  # elsewhere nobody says how to give way
+    return min(get_num_threads(), CORES) if os.name == "posix" else 1  # elsewhere nobody says how to give way
 
 
 def n_compiled() -> int:

@@ -11,16 +11,14 @@ The ranges never cut through a sum, so results do not depend on how many there a
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numba
 import numpy as np
 
 from .cache import cached_njit
+from .threads import get_num_threads, pool
 
 LINE = 64  # bytes of a cache line
 FAR = 4096  # bytes from what one thread writes to what another does: cores fetch ahead of what they go through
@@ -64,30 +62,11 @@ class Workspace(threading.local):
 
 
 WORK = Workspace()
-_POOL: ThreadPoolExecutor | None = None
-_POOL_LOCK = threading.Lock()
-
-
-def pool() -> ThreadPoolExecutor:
-    global _POOL
-    with _POOL_LOCK:
-        if _POOL is None:
-            _POOL = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="augment-reduce")
-        return _POOL
-
-
-def _forget_pool() -> None:
-    global _POOL, _POOL_LOCK
-    _POOL, _POOL_LOCK = None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # threads do not survive a fork; the child starts its own
-    os.register_at_fork(after_in_child=_forget_pool)
 
 
 def split(n: int, work: Callable[[], np.ndarray]) -> list[int]:
-    """Cut points 0 = b_0 < ... < b_m = n of about equal `work` (n,), with m at most numba.get_num_threads()."""
-    threads = min(numba.get_num_threads(), n)
+    """Cut points 0 = b_0 < ... < b_m = n of about equal `work` (n,), with m at most get_num_threads()."""
+    threads = min(get_num_threads(), n)
     if threads < 2:
         return [0, n]
     total = np.cumsum(work())

@@ -69,6 +69,7 @@ class CompiledStep:
 
     def __init__(self, problem: Problem, state: State) -> None:
         self.problem, self.parameters, self.local_state = problem, state.parameters, state.local
+        self.mark = state.mark
         weight, rule, X = state.parameters.weight, problem.local, problem.X
         assert isinstance(rule, NaturalGradient | Reparameterised)
         self.rule, self.dtype, self.few = rule, weight.numpy().dtype, cpu.few_weights(X, weight)
@@ -93,7 +94,8 @@ class CompiledStep:
         self.paces: dict[tuple[int, int], Pace] = {}  # by the way and B
 
     def serves(self, problem: Problem, state: State) -> bool:
-        return self.problem is problem and self.parameters is state.parameters and self.local_state is state.local
+        same = self.parameters is state.parameters and self.mark is state.mark and self.local_state is state.local
+        return self.problem is problem and same
 
     def where_they_lie(self) -> tuple | None:
         """(dense rows, columns, slots, values, features) of all data, if compiled steps can read them where they are;
@@ -219,8 +221,11 @@ class CompiledStep:
             (order, *plan), rows, tuple(arrays), kinds, self.weigh, model, self.held, (scale, power), self.flags,
             per_row, share,
         )  # fmt: skip
+        before, self.mark.torn = self.mark.torn, True
         try:
-            return self.teams[key].run(M, int(plan[-1].max()) + 1, arguments, few)
+            taken = self.teams[key].run(M, int(plan[-1].max()) + 1, arguments, few)
+            self.mark.torn = before or taken.n > 0
+            return taken
         except BaseException:  # sums may lie about half made
             self.teams.clear()
             WORK.forget()

@@ -3,8 +3,8 @@
     pairs    sorted by class: a weight row and its optimiser state are visited once, while they are in cache
     shared   sixteen classes side by side: sparse rows times a small dense tile, and the same backwards
 
-Work and scratch are those of the non-zeros of the pairs, whatever K, D and N. `numba.set_num_threads` says
-how many threads; results do not depend on it. Data are read where they lie, through a memory map as well.
+Work and scratch are those of the non-zeros of the pairs, whatever K, D and N. Results do not depend on the number of
+threads (`threads.num_threads`). Data are read where they lie, through a memory map as well.
 CSR rows must not hold a feature twice; explicit zeros are fine.
 """
 

@@ -135,8 +135,8 @@ def weights_of(rows: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray,
     """What each row counts for, one in all, and how many there are: weights that are whole numbers are repeats, of
     small ones it is Kish's number, (sum w)^2 / sum w^2."""
     of_row = np.ones(len(rows)) if weight is None else weight[rows].astype(np.float64)
-    total = float(of_row.sum())
-    return of_row / total, max(total, total**2 / float((of_row**2).sum()))
+    total, share = float(of_row.sum()), of_row / of_row.max(initial=0.0)  # of the largest: squares have room
+    return of_row / total, max(total, float(share.sum()) ** 2 / float((share**2).sum()))
 
 
 def of_pairs(of_all: float, of_itself: float, n: float) -> float:

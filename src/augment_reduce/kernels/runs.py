@@ -52,11 +52,12 @@ class RunsStep:
     """Steps of one problem from one state."""
 
     def __init__(self, problem: Problem, state: State) -> None:
-        self.problem, self.parameters = problem, state.parameters  # not the state, which has this
+        self.problem, self.parameters, self.mark = problem, state.parameters, state.mark  # the state itself has this
         self.last = np.full(len(state.parameters.bias), NOBODY, np.int32)  # between steps
 
     def serves(self, problem: Problem, state: State) -> bool:
-        return self.problem is problem and self.parameters is state.parameters
+        same = self.parameters is state.parameters and self.mark is state.mark
+        return self.problem is problem and same
 
     def at_once(self, B: int) -> int:
         """One minibatch a call."""
@@ -88,6 +89,7 @@ class RunsStep:
         grads, of_label, shares, bound, hits = self.gradients(
             psi.numpy(), psi_y.numpy()[:, 0], rows, labels.numpy(), sampled, alike, per_row, want_bound
         )
+        self.mark.torn = True
         push_runs(
             problem.kernels, problem.X, rows, labels, sampled, alike, torch.from_numpy(grads),
             torch.from_numpy(of_label), None if shares is None else torch.from_numpy(shares), per_row, parameters,
