@@ -16,13 +16,23 @@ from .amortised import Amortised
 from .crossed import CrossFitted
 from .kernels.rows import Rows, SparseRows
 from .local import LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
-from .noise import Noise
+from .noise import Gumbel, Noise
 from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
 from .sampler import AllClasses, ClassSampler, FeaturePointed, HeadAndTail, UniformPerRow, resolve_sampler
 
 MOST_SHARED = 1000  # classes that a minibatch shares by default
+FIRST_SCALE = 16.0  # of scores' variance
+TOGETHER = 0.19  # of the squared agreement of rows, counted as features that act together
 WORTH_MERGING = 1.5  # rows with the same features, on average, from which they are kept together and scored once
 FEWEST_TO_HALVE = 4  # classes of which two halves say enough about the rest
+LBFGS = "lbfgs"
+OF_STEPS = {  # parameters that have a meaning for steps only, and their defaults
+    "optimizer": None, "learning_rate": None, "max_iter": None, "max_epochs": None, "batch_size": None,
+    "n_sampled_classes": None, "class_sampling": "auto", "local_step": None, "early_stopping": False,
+    "init_scale": None, "warm_start": False,
+}  # fmt: skip
+MOST_PAIRS = {"softmax": 5_000_000, "probit": 60_000, "logistic": 60_000}  # of rows and classes
+MOST_NUMBERS, MOST_COLUMNS, MOST_PRODUCTS = 10_000_000, 1_200, 250_000_000
 LOCAL_STEPS: dict[str, type[LocalStep]] = {
     cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised, CrossFitted)
 }
@@ -73,12 +83,19 @@ class Settings:
     optimizer: RowOptimizer
     local: LocalStep | None
     prior_variance: float | None
+    intercept_prior_variance: float | None  # None: the intercepts are free
+    fit_intercept: bool
     prior_touched_only: bool
     init_scale: tuple[float, float]  # standard deviation of the first weights, and of the first biases
     dtype: torch.dtype
+    direct: bool = False  # solved by L-BFGS, not by steps
+    prior_of_x: bool = True  # whether the variance is of weights of X, not of features in units of their own
 
     def describe(self) -> str:
         """One line for people."""
+        prior = "none" if self.prior_variance is None else f"{self.prior_variance:g}"
+        if self.direct:
+            return f"model {self.noise.name}, optimum by L-BFGS, all classes and rows, prior variance {prior}"
         faster = f", of biases {self.optimizer.bias_scale:.3g} times that" if self.optimizer.bias_scale != 1.0 else ""
         words = {
             "model": self.noise.name,
@@ -88,7 +105,7 @@ class Settings:
             "iterations": f"{self.max_iter:,}",
             "optimizer": f"{self.optimizer.name} (rate {getattr(self.optimizer, 'learning_rate', 0.0):g}{faster})",
             "local step": self.local.name if self.local else "none",
-            "prior variance": "none" if self.prior_variance is None else f"{self.prior_variance:g}",
+            "prior variance": prior,
         }
         return ", ".join(f"{key} {value}" for key, value in words.items())
 
@@ -134,12 +151,12 @@ def default_batch_size(shape: Shape, sampler: ClassSampler | None = None) -> int
 
 
 def default_epochs(shape: Shape) -> int:
-    """10 epochs, more where they are short, or where there are fewer weights than rows and so nothing to overfit.
+    """6 epochs, more where they are short, or where there are fewer weights than rows and so nothing to overfit.
 
     The rate falls over them (`default_adagrad`), so more of them is not simply better.
     """
     if shape.n_rows > 20_000:
-        return 50 if few_weights(shape) else 10
+        return 50 if few_weights(shape) else 6
     return 30 if shape.n_rows > 2_000 else 100
 
 
@@ -149,17 +166,19 @@ def few_weights(shape: Shape) -> bool:
 
 
 def default_adagrad(rate: float | None, noise: Noise, shape: Shape, batch_size: int) -> Adagrad:
-    """A rate of 1.1 variances of the noise over the square root of a row's non-zeros, and an eps of half of N / B.
+    """A rate of 2.2 variances of the noise over the square root of the features that act together, and an eps of half
+    of N / B.
 
     Adagrad's first step moves each of a row's m weights by the rate, whatever the gradient, and the score by as much as
-    m of them, or sqrt(m) where they disagree. The eps, half of one row's gradient, keeps it from that full step where
-    the first gradient is tiny: rarely drawn classes would jump. The rate is halved after a fifth of the usual epochs,
-    after a tenth where noise is all there is to fear, and so on like 1 / t (docs/defaults.md); in a stream,
-    which has no end, it stays.
+    m of them, or sqrt(m) where they disagree; how far they agree `Shape.agreement` says. The eps, half of one row's
+    gradient, keeps it from that full step where the first gradient is tiny: rarely drawn classes would jump. The rate
+    is halved after a fifth of the usual epochs, after a tenth where noise is all there is to fear, and so on like
+    1 / t (docs/defaults.md); in a stream, which has no end, it stays. Features are in units of their own (`features`).
     """
     if rate is None:
         per_row = max(1.0, shape.n_nonzero / max(1, shape.n_rows))
-        rate = min(1.1 * deviation(noise) ** 2 / math.sqrt(per_row), 0.3 if shape.stream else 1.0)
+        together = math.sqrt(per_row + TOGETHER * shape.agreement**2)
+        rate = min(2.2 * deviation(noise) ** 2 / together, 0.3 if shape.stream else 2.0)
     per_epoch = shape.n_rows / batch_size
     share = 0.1 if few_weights(shape) else 0.2
     half_after = None if shape.stream else share * default_epochs(shape) * per_epoch
@@ -180,17 +199,43 @@ def default_bias_scale(shape: Shape) -> float:
     return math.sqrt(shape.agreement) if few_weights(shape) else shape.agreement
 
 
-def default_prior_variance(noise: Noise, shape: Shape) -> float:
-    """Softmax: 3; with more weights than rows N / 15,000 in [0.2, 3]. Logistic: half of that, but 0.3, or the softmax's
-    where that is less, at least. Probit: a fifth of the logistic's.
-
-    Few rows for many weights need the prior's help: on held-out rows of four sets the best variance grew with N, of
-    other noises more slowly. What a score has to reach is the tail of the noise, e^-x for softmax and logistic,
-    e^(-x^2 / 2) for probit, which is there with smaller ones (docs/defaults.md). A stream, of unknown length, has 1.
+def first_prior_variance(noise: Noise, shape: Shape) -> float:
+    """Where the search for the prior's variance begins, and what is taken where nothing can be searched: scores of
+    rows of m features of size one then have 16 times the variance of a Gumbel's noise over that of this noise.
     """
-    of_softmax = 1.0 if shape.stream else 3.0 if few_weights(shape) else min(max(shape.n_rows / 15_000, 0.2), 3.0)
-    of_logistic = max(0.5 * of_softmax, min(of_softmax, 0.3))
-    return {"probit": 0.2 * of_logistic, "logistic": of_logistic}.get(noise.name, of_softmax)
+    per_row = max(1.0, shape.n_nonzero / max(1, shape.n_rows))
+    return FIRST_SCALE / per_row * relative_variance(noise)
+
+
+def relative_variance(noise: Noise) -> float:
+    """Of the noise, over that of the Gumbel: scores of a model with this noise are as many times as large, squared."""
+    return (deviation(noise) / deviation(Gumbel())) ** 2
+
+
+def is_small(noise: Noise, shape: Shape) -> bool:
+    """Whether the optimum of the exact objective is a matter of a second or two (`direct`)."""
+    N, K, R = shape.n_rows, shape.n_classes, min(shape.n_rows, shape.n_features)
+    if MOST_PAIRS.get(noise.name, MOST_PAIRS["probit"] if noise.smooth_log_concave else 0) < N * K:
+        return False
+    return N * R <= MOST_NUMBERS and R <= MOST_COLUMNS and N * K * (R + 20) <= MOST_PRODUCTS
+
+
+def solves_directly(parameters: dict[str, object], noise: Noise, shape: Shape) -> bool:
+    """By optimizer="lbfgs"; or where nothing was asked for that has a meaning for steps only and the data are small."""
+    if parameters["optimizer"] == LBFGS:
+        return not shape.stream
+    untouched = all(parameters.get(name) == value for name, value in OF_STEPS.items())
+    possible = parameters["method"] in ("augment-reduce", "exact") and parameters["preset"] is None
+    return untouched and possible and not shape.stream and is_small(noise, shape)
+
+
+def scales_features(parameters: dict[str, object]) -> bool:
+    """ "auto": unless a preset, a rate or an optimiser was asked for, which are about the features as they are."""
+    wanted = parameters.get("feature_scaling", "auto")
+    if wanted != "auto":
+        return bool(wanted)
+    own = isinstance(parameters["optimizer"], RowOptimizer) or parameters["learning_rate"] is not None
+    return parameters["preset"] is None and not own
 
 
 def deviation(noise: Noise) -> float:
@@ -210,16 +255,25 @@ def resolve_optimizer(
         if preset == "paper":
             return SectionFour(learning_rate=rate, first_kappa_one=True)
         return SectionFour(learning_rate=rate, every_entry=True)
-    name = "adagrad" if optimizer is None else optimizer
+    name = "adagrad" if optimizer is None or optimizer == LBFGS else optimizer
     if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ValueError(
-            f"Expected optimizer to be one of {', '.join(map(repr, OPTIMIZERS))} or a RowOptimizer object, "
+            f"Expected optimizer to be one of {', '.join(map(repr, (*OPTIMIZERS, LBFGS)))} or a RowOptimizer object, "
             f"found {optimizer!r}."
         )
     if name == Adagrad.name:
         return adagrad if adagrad is not None else Adagrad(eps=n_rows / batch_size)
     cls = OPTIMIZERS[name]
     return cls() if learning_rate is None else cls(learning_rate=learning_rate)  # type: ignore[call-arg]
+
+
+def without_biases(optimizer: RowOptimizer) -> RowOptimizer:
+    if not isinstance(optimizer, Adagrad):
+        raise ValueError(
+            f"fit_intercept=False needs optimizer='adagrad' or 'lbfgs'; found {optimizer.name!r}, which has one rate "
+            "for weights and biases. Leave optimizer=None."
+        )
+    return replace(optimizer, bias_scale=0.0)
 
 
 def default_local_step(noise: Noise, shape: Shape | None, n_sampled: int) -> str:
@@ -319,8 +373,15 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
         init = (float(get("init_scale")), float(get("init_scale")))  # type: ignore[arg-type]
     prior = get("prior_variance")
     if isinstance(prior, str):
-        prior = None if preset else default_prior_variance(noise, shape)
+        prior = None if preset else first_prior_variance(noise, shape)
+    of_intercept = prior if preset else get("intercept_prior_variance")
+    fit_intercept = bool(get("fit_intercept", True))
     adagrad = default_adagrad(get("learning_rate"), noise, shape, B)  # type: ignore[arg-type]
+    optimizer = resolve_optimizer(
+        get("optimizer"), get("learning_rate"), preset, shape.n_rows, B, adagrad  # type: ignore[arg-type]
+    )  # fmt: skip
+    if not fit_intercept:
+        optimizer = without_biases(optimizer)
     return Settings(
         method=method,
         noise=noise,
@@ -328,12 +389,16 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
         n_sampled_classes=sampler.size(n_sampled),
         batch_size=B,
         max_iter=int(max_iter),  # type: ignore[call-overload]
-        optimizer=resolve_optimizer(get("optimizer"), get("learning_rate"), preset, shape.n_rows, B, adagrad),  # type: ignore[arg-type]
+        optimizer=optimizer,
         local=resolve_local(get("local_step"), noise, method, preset, shape, sampler, sampler.size(n_sampled)),  # type: ignore[arg-type]
         prior_variance=None if prior is None else float(prior),  # type: ignore[arg-type]
+        intercept_prior_variance=None if of_intercept is None else float(of_intercept),  # type: ignore[arg-type]
+        fit_intercept=fit_intercept,
         prior_touched_only=preset == "paper",
         init_scale=init,
         dtype=resolve_dtype(get("dtype"), x_dtype),
+        direct=solves_directly(parameters, noise, shape),
+        prior_of_x=not isinstance(get("prior_variance"), str),
     )
 
 

@@ -206,6 +206,11 @@ EXPECTED: dict[str, Check] = {
     "max_iter": _count(or_none=True, most=MOST_STEPS),
     "n_iter_no_change": _count(or_none=False),
     "prior_variance": _positive("auto"),
+    "intercept_prior_variance": _positive(),
+    "fit_intercept": (_flag, "to be True or False"),
+    "feature_scaling": (
+        lambda value: _flag(value) or (isinstance(value, str) and value == "auto"), "to be 'auto', True or False"
+    ),
     "learning_rate": _positive(),
     "max_epochs": _positive(),
     "validation_fraction": (lambda value: is_number(value) and 0.0 < float(value) < 1.0, "in (0, 1)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +18,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from . import fitting, interrupts, labels, linear, predict, saving
+from . import direct_fit, fitting, interrupts, labels, linear, predict, prior_search, saving
 from .defaults import Settings, Shape, resolve, resolve_dtype
 from .edge import check_load, check_memory, check_parameters, check_prediction, check_scale, check_weights
 from .fitting import threads
-from .kernels.rows import as_rows
+from .kernels.rows import Rows, as_rows
 from .kernels.threads import one_torch_thread
 from .limits import memory_errors
 from .local import LocalStep
@@ -30,6 +31,17 @@ from .optim import RowOptimizer
 from .sampler import ClassSampler
 
 ACCEPTED = {"accept_sparse": "csr", "dtype": (np.float64, np.float32), "accept_large_sparse": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """All that a fit needs."""
+
+    settings: Settings
+    X: Rows  # in units of its own
+    rows: fitting.TrainingRows  # in those of training
+    shape: Shape
+    options: dict[str, Any]
 
 
 class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
@@ -99,6 +111,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     """
 
     classes_: np.ndarray
+    _fitted: fitting.Fitted
+    prior_variance_: float | None
 
     def __init__(
         self,
@@ -111,6 +125,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         max_iter: int | None = None,
         max_epochs: float | None = None,
         prior_variance: float | str | None = "auto",
+        intercept_prior_variance: float | None = None,
+        fit_intercept: bool = True,
+        feature_scaling: str | bool = "auto",
         optimizer: str | RowOptimizer | None = None,
         learning_rate: float | None = None,
         local_step: str | LocalStep | None = None,
@@ -136,6 +153,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         self.max_iter = max_iter
         self.max_epochs = max_epochs
         self.prior_variance = prior_variance
+        self.intercept_prior_variance = intercept_prior_variance
+        self.fit_intercept = fit_intercept
+        self.feature_scaling = feature_scaling
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.local_step = local_step
@@ -174,8 +194,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             rows = fitting.TrainingRows(
                 as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
             )
-            settings, options = self._prepare(noise, rows, anew=not go_on)
-        return self._train(settings, rows, options, persistent=True)
+            prepared = self._prepare(noise, rows, anew=not go_on)
+        return self._train(prepared, persistent=True)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> AugmentReduceClassifier:
         """One pass over these rows, which are not expected again; the first call names all `classes` there will be."""
@@ -207,8 +227,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             rows = fitting.TrainingRows(
                 as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
             )
-            settings, options = self._prepare(noise, rows, anew=first, stream=True)
-        return self._train(settings, rows, options, persistent=False)
+            prepared = self._prepare(noise, rows, anew=first, stream=True)
+        return self._train(prepared, persistent=False)
 
     @contextlib.contextmanager
     def _unchanged_if_refused(self) -> Iterator[None]:
@@ -242,15 +262,16 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             X.sum_duplicates()
         return X, y, sample_weight
 
-    def _prepare(
-        self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, stream: bool = False
-    ) -> tuple[Settings, dict[str, Any]]:
+    def _prepare(self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, stream: bool = False) -> Fit:
         """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
-        active = rows.active()
+        active, own = rows.active(), rows.X
         dtype = resolve_dtype(options["dtype"], rows.torch_dtype)
         if anew:
             check_weights(len(self.classes_), rows.X.n_features, dtype)
+        scaling = fitting.units(own, active, rows.weight, options, stream) if anew else self._fitted.scaling
+        if scaling is not None:
+            rows = dataclasses.replace(rows, X=scaling.apply(own, own.values.dtype))
         check_scale(rows.X.values, rows.weight, len(active), len(self.classes_), dtype)
         shape = Shape.of(rows.X, len(self.classes_), active, rows.weight, stream=stream)
         held_out = fitting.n_held_out(len(active), self.validation_fraction) if self.early_stopping else 0
@@ -260,20 +281,32 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
             with one_torch_thread(), memory_errors("This fit", bytes_needed):
                 self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed)
+            self._fitted.scaling = scaling
         else:
             self.densify()
-            linear.take_up(self._fitted, self.coef_, self.intercept_)
+            self._take_up()
             fitting.check_can_go_on(self._fitted, settings)
-        return settings, options
+        return Fit(settings, own, rows, shape, options)
 
-    def _train(
-        self, settings: Settings, rows: fitting.TrainingRows, options: dict[str, Any], *, persistent: bool
-    ) -> AugmentReduceClassifier:
-        """Train and publish what was learned, also after an interruption."""
+    def _train(self, fit: Fit, *, persistent: bool) -> AugmentReduceClassifier:
+        """Find the prior, train, and publish what was learned, also after an interruption."""
 
         def work(stop_asked: interrupts.StopAsked) -> None:
+            settings, rows = fit.settings, fit.rows
             try:
-                fitting.run(self._fitted, settings, rows, options, persistent=persistent, stop_asked=stop_asked)
+                if prior_search.wanted(fit.options, self._fitted, persistent=persistent):
+                    with threads(self.n_jobs):
+                        settings, rows = prior_search.find(
+                            self._fitted, settings, fit.X, rows, fit.shape, fit.options, stop_asked
+                        )
+                elif isinstance(fit.options["prior_variance"], str) and self._fitted.found is not None:
+                    settings = dataclasses.replace(settings, prior_variance=self._fitted.found.variance)
+                if stop_asked():
+                    return
+                if settings.direct:
+                    direct_fit.run(self._fitted, settings, rows, fit.options, stop_asked)
+                else:
+                    fitting.run(self._fitted, settings, rows, fit.options, persistent=persistent, stop_asked=stop_asked)
             finally:
                 self._publish()
 
@@ -282,29 +315,59 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         return self
 
     def _publish(self) -> None:
-        """Make what was learned visible under scikit-learn's names; with more than two classes arrays are shared."""
+        """Make what was learned visible under scikit-learn's names."""
         fitted = self._fitted
-        coef, intercept = linear.published(fitted)
+        self.__dict__.pop("_coefficients", None)
         self.__dict__.update(
-            coef_=coef,
-            intercept_=intercept,
             n_iter_=fitted.clock.iteration,
             n_iter_planned_=fitted.clock.iteration if fitted.run.plan is None else fitted.run.plan.last,
             history_={name: np.array(values) for name, values in fitted.run.history.items()},
             fit_seconds_=dict(fitted.seconds),
         )
+        if fitted.found is not None:
+            self.prior_variance_ = fitted.found.variance
+        else:
+            given = self.prior_variance
+            self.prior_variance_ = None if given is None or isinstance(given, str) else float(given)
+        self.temperature_ = 1.0 / fitted.factor
+        D = fitted.parameters.weight.shape[1]
+        self.feature_scale_ = np.ones(D) if fitted.scaling is None else fitted.scaling.scale
+        self.feature_centre_ = np.zeros(D) if fitted.scaling is None else fitted.scaling.centre
+
+    @property
+    def coef_(self) -> Any:
+        return self._published()[0]
+
+    @coef_.setter
+    def coef_(self, value: Any) -> None:
+        self._coefficients = (value, self._published()[1])
+
+    @property
+    def intercept_(self) -> Any:
+        return self._published()[1]
+
+    @intercept_.setter
+    def intercept_(self, value: Any) -> None:
+        self._coefficients = (self._published()[0], value)
+
+    def _published(self) -> tuple[Any, Any]:
+        """coef_ and intercept_, made when they are first asked for."""
+        if not hasattr(self, "_fitted"):
+            raise AttributeError("This model has no coef_ and intercept_ before fit or partial_fit.")
+        if "_coefficients" not in self.__dict__:
+            self._coefficients = linear.published(self._fitted)
+        return self._coefficients
+
+    def _take_up(self) -> None:
+        """What somebody has written to coef_ or intercept_ is what the model is from now on."""
+        if "_coefficients" in self.__dict__:
+            linear.take_up(self._fitted, *self._coefficients)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what `_publish` makes of the rest; after a copy it would no longer be the same memory."""
-        if hasattr(self, "_fitted"):
-            linear.take_up(self._fitted, self.coef_, self.intercept_)
+        """Without what is made of the rest; after a copy it would no longer be the same memory."""
+        self._take_up()
         state: dict[str, Any] = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("coef_", "intercept_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if hasattr(self, "_fitted"):
-            self._publish()
+        return {name: value for name, value in state.items() if name != "_coefficients"}
 
     # ---- prediction ----
 
@@ -312,7 +375,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         with config_context(array_api_dispatch=False):
             X = validate_data(self, X, reset=False, **ACCEPTED)
-        return linear.LinearScores(X, *linear.checked(self._fitted, self.coef_, self.intercept_))
+        self._take_up()
+        return linear.LinearScores(X, self._fitted)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Scores psi (N, K); with two classes (N,), the second's minus the first's."""
@@ -385,7 +449,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def sparsify(self) -> AugmentReduceClassifier:
         """Keep the weights as a CSR matrix: those never touched are zero. For prediction; `densify` undoes it."""
         check_is_fitted(self)
-        linear.take_up(self._fitted, self.coef_, self.intercept_)
+        self._take_up()
         if self._fitted.sparse_weight is None:
             weight = self._fitted.parameters.weight
             self._fitted.sparse_weight = sp.csr_matrix(weight.numpy())
@@ -396,7 +460,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def densify(self) -> AugmentReduceClassifier:
         """Keep the weights as a plain array again, as training needs them."""
         check_is_fitted(self)
-        linear.take_up(self._fitted, self.coef_, self.intercept_)
+        self._take_up()
         if self._fitted.sparse_weight is not None:
             self._fitted.parameters.weight = torch.from_numpy(self._fitted.sparse_weight.toarray())
             self._fitted.sparse_weight = None
@@ -408,7 +472,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model, with all that training needs to go on exactly, to one file; atomically, without pickle."""
         check_is_fitted(self)
-        linear.take_up(self._fitted, self.coef_, self.intercept_)
+        self._take_up()
         with one_torch_thread():
             saving.save(self, path)
 

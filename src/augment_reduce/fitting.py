@@ -18,19 +18,22 @@ import torch
 from torch import Tensor
 
 from . import looks
-from .defaults import WORTH_MERGING, Settings
+from .cross_validation import Found
+from .defaults import WORTH_MERGING, Settings, scales_features
+from .features import FeatureScaling
 from .kernels.reference import Parameters
 from .kernels.rows import Rows, SparseRows
 from .kernels.threads import default_threads, num_threads, one_torch_thread
 from .local import Clock, LocalState
 from .memory import zeros
-from .optim import Prior
+from .optim import Prior, RowOptimizer
 from .progress import TrainingProgress
 from .scores import kernels_for
 from .seeds import mix
-from .training import SECONDS, Evaluators, Run, Schedule, Stopwatch, Window, train
+from .training import SECONDS, Evaluators, Plan, Run, Schedule, Stopwatch, Window, train
 from .vem import Problem, State
 
+ROWS_FOR_UNITS = 100  # of a stream, from which its columns' means and deviations are known
 RUNS = 128  # different rows of a minibatch, at least, or parts of what is the same
 TORN = (
     "an exception ended a fit in the middle of a step, so some weights have moved and others have not. It predicts "
@@ -80,6 +83,10 @@ class Fitted:
     feature_counts: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sparse_weight: sp.csr_matrix | None = None  # in place of parameters.weight after sparsify()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))  # of the last fit
+    scaling: FeatureScaling | None = None  # the weights are of (x - centre) / scale; None: of x
+    found: Found | None = None  # the prior, where it was looked for
+    factor: float = 1.0  # of all scores: 1 / temperature
+    converged: bool = True
     torn: bool = False  # whether a fit was left in the middle of a step, so that none can go on exactly
 
 
@@ -93,17 +100,45 @@ def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_
         weight.normal_(0.0, scale_w, generator=generator)
     if scale_b:
         bias.normal_(0.0, scale_b, generator=generator)
-    optimizer = settings.optimizer
-    parameters = Parameters(weight, bias, optimizer.init_state(weight), optimizer.init_state(bias))
+    parameters = Parameters(weight, bias, [], [])
+    if not settings.direct:
+        begin_state(parameters, settings.optimizer)
     return Fitted(
         parameters, seed, bytes_needed, class_counts=np.zeros(n_classes), feature_counts=np.zeros(n_features, np.int64)
     )
+
+
+def units(
+    X: Rows, active: np.ndarray, weight: np.ndarray | None, options: dict[str, Any], stream: bool
+) -> FeatureScaling | None:
+    """Of the features, for training; None: as they are.
+
+    They stay where zero is where the intercept is not free, or where too few rows of a stream have been seen. A prior
+    that was asked for in numbers is about the features as they are.
+    """
+    if not scales_features(options):
+        return None
+    few = stream and len(active) < ROWS_FOR_UNITS
+    free = options["fit_intercept"] and options["intercept_prior_variance"] is None
+    scaling = FeatureScaling.of(X, active, weight, centred=free and not few)
+    if few:
+        scaling = scaling.in_one_unit() or scaling
+    return None if scaling.is_identity else scaling
+
+
+def begin_state(parameters: Parameters, optimizer: RowOptimizer) -> None:
+    parameters.weight_state = optimizer.init_state(parameters.weight)
+    parameters.bias_state = optimizer.init_state(parameters.bias)
 
 
 def check_can_go_on(fitted: Fitted, settings: Settings) -> None:
     """A fit that goes on needs the optimiser state it had; and goes on exactly only from between two steps."""
     if fitted.torn:
         warnings.warn(f"Going on: {TORN}", RuntimeWarning, stacklevel=4)
+    if settings.direct:
+        return
+    if not fitted.parameters.weight_state:  # solved directly until now
+        begin_state(fitted.parameters, settings.optimizer)
     expected = [tuple(s.shape) for s in settings.optimizer.init_state(fitted.parameters.bias.new_empty(0, 1))]
     found = fitted.parameters.weight_state
     if len(expected) != len(found) or any(len(e) != s.ndim for e, s in zip(expected, found, strict=True)):
@@ -201,13 +236,36 @@ def run_here(
             train(problem, state, schedule, evaluators, progress, fitted.run, watch, stop_asked)
         finally:  # a fit that was cut short keeps what it has learned, and can go on from there
             keep(fitted, problem, state, watch, persistent, torn=was_torn or state.mark.torn)
+        if fitted.run.plan is None and fitted.found is not None:
+            fitted.factor = fitted.found.factor
         progress.say(watch.describe())
+
+
+def advance(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray, n_iter: int, options: dict[str, Any],
+    stop_asked: Callable[[], bool],
+) -> None:  # fmt: skip
+    """`n_iter` more steps on the active rows, and nothing besides: no looks, no records to show."""
+    if not fitted.rows_seen:
+        count(fitted, settings, rows, active)
+    problem = make_problem(fitted, settings, rows, active)
+    problem.sampler.resume(fitted.sampler, same_rows=True)
+    state = State(fitted.parameters, local_state(fitted, problem, rows, True), fitted.clock)
+    last = fitted.clock.iteration + n_iter
+    plan = Plan(last, record_every=n_iter, bound_every=n_iter, validate_every=0, gap_every=0, gap_rows=0)
+    schedule, watch = Schedule(plan, settings.batch_size, fitted.seed), Stopwatch()
+    progress = TrainingProgress(last, 0)
+    with threads(options["n_jobs"]), progress:
+        problem.sampler.warm_up(rows.X)
+        problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
+        train(problem, state, schedule, Evaluators(None, None), progress, fitted.run, watch, stop_asked)
+    keep(fitted, problem, state, watch, True, torn=state.mark.torn)
 
 
 def count(fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray) -> None:
     """Take note of rows that are seen for the first time. All at once, or an interrupted fit would count them twice."""
     features = fitted.feature_counts
-    if settings.prior_variance is not None:
+    if settings.prior_variance is not None or settings.intercept_prior_variance is not None:
         features = features + rows.X.feature_counts(active)
     classes = fitted.class_counts + np.bincount(rows.codes[active], minlength=len(fitted.class_counts))
     vars(fitted).update(class_counts=classes, feature_counts=features, rows_seen=fitted.rows_seen + len(active))
@@ -255,11 +313,12 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         from .kernels import device as kernels
 
         X = kernels.DeviceRows.of(X, fitted.parameters.weight.device, dtype)
-    prior = None
-    if settings.prior_variance is not None:
+    prior, of_bias = None, settings.intercept_prior_variance
+    if settings.prior_variance is not None or of_bias is not None:
+        own_units = fitted.scaling.scale**2 if settings.prior_of_x and fitted.scaling is not None else None
         prior = Prior.from_counts(
             settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only,
-            settings.optimizer.bias_scale,
+            of_bias=of_bias, per_feature=own_units,
         )  # fmt: skip
     problem = Problem(
         X=X,

@@ -1,7 +1,8 @@
 """Scores of the fitted linear model, psi = coef . x + intercept, for prediction: finite whatever the rows hold.
 
-They come from `coef_` and `intercept_` themselves, so that whoever writes to these changes what is predicted. With two
-classes these are one row, the difference of the two, and the first class has the score zero.
+They come from the weights of training, of features in the units of training (`features`). `coef_` and `intercept_` are
+made of these when they are asked for; what a user writes to them is taken up before anything is predicted, saved or
+trained. With two classes they are one row, the difference of the two.
 """
 
 from __future__ import annotations
@@ -14,45 +15,63 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from .kernels.rows import as_rows
+from .features import FeatureScaling
+from .kernels.rows import DenseRows, SparseRows, as_rows
 from .scores import kernels_for
 
 if TYPE_CHECKING:
     from .fitting import Fitted
 
+LARGEST = 1e300  # stands for features that overflow in the units of training
 NUMBERS_AT_ONCE = 1 << 22  # of weights that are copied to float64
 HIGHEST = 1000  # the power of two of the largest score where even float64 has no room for the true one
 
 
 class LinearScores:
-    """scores_of(start, stop) of the rows X, as `predict` wants them; in the dtype of the coefficients, as a rule."""
+    """scores_of(start, stop) of the rows X, as `predict` wants them; in the dtype of the weights, as a rule."""
 
-    def __init__(self, X: Any, coef: Any, intercept: np.ndarray) -> None:
-        self.X, self.coef, self.intercept = X, coef, intercept
-        self.n_rows, self.binary = X.shape[0], coef.shape[0] == 1
-        self.dtype = torch.float32 if intercept.dtype == np.float32 else torch.float64
-        if sp.issparse(coef):
-            self.transposed = coef.T.tocsr()
-        else:
-            self.rows, self.kernels = as_rows(X), kernels_for("cpu")
-            self.weight, self.bias = torch.from_numpy(coef), torch.from_numpy(intercept)
-            self.every = torch.arange(len(intercept))
+    def __init__(self, X: Any, fitted: Fitted) -> None:
+        self.scaling, self.factor = fitted.scaling, fitted.factor
+        self.n_rows, self.n_classes = X.shape[0], len(fitted.parameters.bias)
+        self.weight: Any = fitted.parameters.weight if fitted.sparse_weight is None else fitted.sparse_weight
+        self.bias = fitted.parameters.bias
+        self.dtype = self.bias.dtype
+        self.rows, self.kernels = as_rows(X), kernels_for("cpu")
+        self.transposed = None if fitted.sparse_weight is None else fitted.sparse_weight.T.tocsr()
+        self.every = torch.arange(self.n_classes)
+        if self.scaling is not None and isinstance(self.rows, SparseRows):
+            self.rows = self.scaling.apply(self.rows, self.rows.values.dtype)
 
     def __call__(self, start: int, stop: int) -> Tensor:
         psi = self._product(start, stop)
+        if self.factor != 1.0:
+            psi = psi * self.factor
         overflowed = (~psi.isfinite().all(1)).nonzero()[:, 0].numpy()
         if len(overflowed):
             psi = psi.double()
             psi[overflowed] = torch.from_numpy(self._of_large(start + overflowed))
-        return torch.cat([torch.zeros_like(psi), psi], dim=1) if self.binary else psi
+        return psi
+
+    def _block(self, rows: np.ndarray) -> np.ndarray:
+        """These rows in the units of the weights, dense, float64."""
+        if isinstance(self.rows, SparseRows):
+            return self.rows.dense(rows, torch.float64).numpy()
+        values = self.rows.values[rows]
+        return values.astype(np.float64) if self.scaling is None else self.scaling.of_block(values)
 
     def _product(self, start: int, stop: int) -> Tensor:
+        rows, X = np.arange(start, stop), self.rows
         with np.errstate(over="ignore", invalid="ignore"):  # which is looked for afterwards
-            if not sp.issparse(self.coef):
-                rows = np.arange(start, stop)
-                return self.kernels.shared_scores(self.rows, rows, self.every, self.weight, self.bias)
-            product = self.X[start:stop] @ self.transposed
-            scores = np.asarray(product.toarray() if sp.issparse(product) else product) + self.intercept
+            if self.scaling is not None and isinstance(X, DenseRows):
+                X, rows = DenseRows(self._block(rows).astype(X.values.dtype)), np.arange(stop - start)
+            if self.transposed is None:
+                return self.kernels.shared_scores(X, rows, self.every, self.weight, self.bias)
+            if isinstance(X, SparseRows):
+                block: Any = sp.csr_matrix((X.values, X.indices, X.indptr), shape=(X.n_rows, X.n_features), copy=False)
+                product = block[start:stop] @ self.transposed
+            else:
+                product = X.values[rows] @ self.transposed
+            scores = np.asarray(product.toarray() if sp.issparse(product) else product) + self.bias.numpy()
         return torch.from_numpy(scores).to(self.dtype)
 
     def _of_large(self, rows: np.ndarray) -> np.ndarray:
@@ -61,11 +80,11 @@ class LinearScores:
         Where the true scores are too large for float64 all are scaled alike, to 2^HIGHEST at most: they keep their
         order, equal ones stay equal, and others are as far apart as any probability can tell.
         """
-        X = self.X[rows]
-        X = np.asarray(X.toarray() if sp.issparse(X) else X, dtype=np.float64)
+        with np.errstate(over="ignore"):
+            X = np.nan_to_num(self._block(rows), posinf=LARGEST, neginf=-LARGEST)
         used = np.flatnonzero(X.any(axis=0))
         _, of_row = np.frexp(np.abs(X).max(axis=1))
-        x, bias = np.ldexp(X[:, used], -of_row[:, None]), self.intercept.astype(np.float64)
+        x, bias = np.ldexp(X[:, used], -of_row[:, None]), self.bias.numpy().astype(np.float64)
         most = max([float(np.abs(bias).max()), *(float(np.abs(w).max(initial=0.0)) for w in self._weights(used))])
         if not np.isfinite(most):  # weights that have diverged, which the caller reports
             return np.full((len(rows), len(bias)), np.nan)
@@ -74,34 +93,56 @@ class LinearScores:
         scaled += np.ldexp(np.ldexp(bias, -of_weights)[None, :], -of_row[:, None])
         _, largest = np.frexp(np.abs(scaled).max(axis=1))
         power = np.minimum(of_row + of_weights, HIGHEST - largest)
-        return np.ldexp(scaled, power[:, None])
+        return np.ldexp(scaled * self.factor, power[:, None])
 
     def _weights(self, features: np.ndarray) -> Iterator[np.ndarray]:
         """The columns of these features in float64, some classes at a time."""
         step = max(1, NUMBERS_AT_ONCE // max(1, len(features)))
-        for first in range(0, len(self.intercept), step):
-            block = self.coef[first : first + step][:, features]
+        for first in range(0, self.n_classes, step):
+            block = self.weight[first : first + step][:, features]
             yield np.asarray(block.toarray() if sp.issparse(block) else block, dtype=np.float64)
 
 
 def published(fitted: Fitted) -> tuple[Any, np.ndarray]:
-    """coef_ and intercept_ as scikit-learn has them; with more than two classes the weights themselves, not a copy."""
+    """coef_ and intercept_ as scikit-learn has them, of X in its own units; with more than two classes and features
+    that were not scaled they are the weights themselves, not a copy."""
     weight = fitted.parameters.weight.numpy() if fitted.sparse_weight is None else fitted.sparse_weight
     bias = fitted.parameters.bias.numpy()
+    if fitted.scaling is not None or fitted.factor != 1.0:
+        weight, bias = _of_own_units(fitted, weight, bias)
     return (weight[1:] - weight[:1], bias[1:] - bias[:1]) if len(bias) == 2 else (weight, bias)
 
 
+def _of_own_units(fitted: Fitted, weight: Any, bias: np.ndarray) -> tuple[Any, np.ndarray]:
+    """Of X as it is, times the factor. Intercepts in float64 where columns were centred: far from zero they need more
+    digits than the weights."""
+    scaling = fitted.scaling or FeatureScaling.identity(weight.shape[1])
+    bias = bias.astype(np.float64) if scaling.centre.any() else bias.copy()
+    if sp.issparse(weight):
+        coef = (weight @ sp.diags_array(fitted.factor / scaling.scale)).tocsr().astype(weight.dtype)
+        return coef, fitted.factor * bias - coef.astype(bias.dtype) @ scaling.centre.astype(bias.dtype)
+    coef = np.empty_like(weight)
+    step = max(1, NUMBERS_AT_ONCE // max(1, weight.shape[1]))
+    for first in range(0, len(weight), step):
+        part = slice(first, first + step)
+        own = fitted.factor * weight[part].astype(np.float64)
+        coef[part], bias[part] = scaling.outer(own, fitted.factor * bias[part].astype(np.float64))
+    return coef, bias
+
+
 def checked(fitted: Fitted, coef: Any, intercept: Any) -> tuple[Any, np.ndarray]:
-    """coef_ and intercept_ as somebody may have written or replaced them, in the model's dtype."""
-    expected, intercept_expected = published(fitted)
-    dtype = intercept_expected.dtype
+    """coef_ and intercept_ as somebody may have written or replaced them, in the dtypes they had."""
+    n_rows, n_features = len(fitted.parameters.bias), fitted.parameters.weight.shape[1]
+    n_rows = 1 if n_rows == 2 else n_rows
+    dtype = fitted.parameters.bias.numpy().dtype
     if sp.issparse(coef):
         coef = coef if coef.format == "csr" and coef.dtype == dtype else sp.csr_matrix(coef, dtype=dtype)
     else:
         coef = np.require(coef, dtype, ["C", "W", "A"])
-    intercept = np.require(intercept, dtype, ["C", "W", "A"])
+    centred = fitted.scaling is not None and fitted.scaling.centre.any()
+    intercept = np.require(intercept, np.float64 if centred else dtype, ["C", "W", "A"])
     for name, found, shape in (
-        ("coef_", coef, expected.shape), ("intercept_", intercept, intercept_expected.shape)
+        ("coef_", coef, (n_rows, n_features)), ("intercept_", intercept, (n_rows,))
     ):  # fmt: skip
         if found.shape != shape:
             raise ValueError(
@@ -115,14 +156,22 @@ def take_up(fitted: Fitted, coef: Any, intercept: Any) -> None:
     """Let the model go on from coef_ and intercept_ where somebody has changed them."""
     coef, intercept = checked(fitted, coef, intercept)
     coef_now, intercept_now = published(fitted)
-    if not same(intercept, intercept_now):
-        fitted.parameters.bias.copy_(torch.from_numpy(of_all_classes(intercept)))
-    if not same(coef, coef_now):
-        weight = of_all_classes(coef)
-        if fitted.sparse_weight is not None:
-            fitted.sparse_weight = sp.csr_matrix(weight)
+    if same(intercept, intercept_now) and same(coef, coef_now):
+        return
+    weight, bias = of_all_classes(coef), of_all_classes(intercept)
+    if fitted.scaling is not None or fitted.factor != 1.0:
+        scaling = fitted.scaling or FeatureScaling.identity(weight.shape[1])
+        if sp.issparse(weight):
+            bias = (bias + weight.astype(np.float64) @ scaling.centre) / fitted.factor
+            weight = (weight @ sp.diags_array(scaling.scale / fitted.factor)).tocsr()
         else:
-            fitted.parameters.weight.copy_(torch.from_numpy(weight.toarray() if sp.issparse(weight) else weight))
+            weight, bias = scaling.inner(weight / fitted.factor, bias.astype(np.float64) / fitted.factor)
+    fitted.parameters.bias.copy_(torch.from_numpy(np.ascontiguousarray(bias)))
+    if fitted.sparse_weight is not None:
+        fitted.sparse_weight = sp.csr_matrix(weight, dtype=fitted.sparse_weight.dtype)
+    else:
+        dense = weight.toarray() if sp.issparse(weight) else weight
+        fitted.parameters.weight.copy_(torch.from_numpy(np.ascontiguousarray(dense)))
 
 
 def of_all_classes(numbers: Any) -> Any:

@@ -46,7 +46,7 @@ class Prior:
 
     variance: float
     inverse_counts: Tensor  # (D,) 1 / N_d, in the dtype of the weights
-    inverse_rows: float  # 1 / N: the bias is a feature of every row, of value 1; of value c, 1 / (N c^2)
+    inverse_rows: float  # 1 / N times v over the biases' variance; 0 where they have no prior
     touched_only: bool = False
 
     @property
@@ -55,11 +55,18 @@ class Prior:
 
     @classmethod
     def from_counts(
-        cls, variance: float, counts: np.ndarray, n_rows: int, dtype: torch.dtype, touched_only: bool = False,
-        bias_scale: float = 1.0,
+        cls, variance: float | None, counts: np.ndarray, n_rows: int, dtype: torch.dtype, touched_only: bool = False,
+        *, of_bias: float | None = None, per_feature: np.ndarray | None = None,
     ) -> Prior:  # fmt: skip
-        inverse = torch.from_numpy(1.0 / np.maximum(counts, 1)).to(dtype)
-        return cls(float(variance), inverse, 1.0 / (n_rows * bias_scale**2), touched_only)
+        """`variance` of the weights, times `per_feature` (D,) where that is given, and `of_bias` of the biases; None is
+        no prior on them."""
+        inverse = np.zeros(len(counts)) if variance is None else 1.0 / np.maximum(counts, 1)
+        if per_feature is not None:
+            inverse = inverse / per_feature
+        common = variance if variance is not None else of_bias
+        assert common is not None
+        inverse_rows = 0.0 if of_bias is None else common / (of_bias * n_rows)
+        return cls(float(common), torch.from_numpy(inverse).to(dtype), inverse_rows, touched_only)
 
 
 class RowOptimizer:
@@ -201,8 +208,8 @@ class Adagrad(RowOptimizer):
         check_number("learning_rate", self.learning_rate, 0.0)
         check_number("eps", self.eps, 0.0)
         check_number("begin", self.begin, 0, whole=True)
-        if not 0.0 < self.bias_scale < math.inf:
-            raise ValueError(f"Expected bias_scale to be a finite number above 0, found {self.bias_scale}.")
+        if not 0.0 <= self.bias_scale < math.inf:
+            raise ValueError(f"Expected bias_scale to be a finite number >= 0 (0: no biases), found {self.bias_scale}.")
         if self.half_after is not None and not self.half_after > 0.0:
             raise ValueError(f"Expected half_after to be None or a number of steps above 0, found {self.half_after}.")
 

@@ -1,0 +1,94 @@
+"""A fit by `direct`: from rows and settings to weights, with the same history and attributes as a fit by steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .defaults import Settings, relative_variance
+from .direct import PRECISE, Basis, Objective, Solution, solve
+from .fitting import Fitted, TrainingRows, count, threads
+from .local import Clock
+from .noise import Gumbel
+from .progress import TrainingProgress
+from .training import HISTORY, Stopwatch
+
+SEARCHED = {"softmax": 1e-9}  # precision where the prior was searched for, too: beyond that nothing can be told apart
+SEARCHED_OTHERS = 1e-7
+
+
+def run(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], stop_asked: Callable[[], bool],
+    watch: Stopwatch | None = None,
+) -> None:  # fmt: skip
+    """The optimum, always from the same start: a fit that was interrupted, or that goes on, is done anew."""
+    watch, active = watch or Stopwatch(), rows.active()
+    if not fitted.rows_seen:
+        count(fitted, settings, rows, active)
+    progress = TrainingProgress(0, 0)
+    progress.verbose = options["verbose"]
+    with threads(options["n_jobs"]):
+        progress.say(settings.describe() + ("" if fitted.found is None else f" ({fitted.found.why})"))
+        of_x = settings.prior_of_x and settings.prior_variance is not None
+        free = settings.fit_intercept and settings.intercept_prior_variance is None
+        basis = Basis.of(
+            rows.X, active, centred=free, times=fitted.scaling.scale if fitted.scaling is not None and of_x else None
+        )
+        watch.lap("prepare")
+        solution = _optimum(fitted, settings, basis, rows, active, stop_asked)
+        watch.lap("train")
+        _keep(fitted, basis, solution, watch)
+        progress.say(watch.describe())
+
+
+def _optimum(
+    fitted: Fitted, settings: Settings, basis: Basis, rows: TrainingRows, active: np.ndarray,
+    stop_asked: Callable[[], bool],
+) -> Solution:  # fmt: skip
+    """Of any other noise from the optimum of a softmax, which is cheap and near."""
+    weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
+    labels = torch.from_numpy(rows.codes[active].astype(np.int64))
+    ratio = relative_variance(settings.noise)
+
+    def objective(noise: Any, share: float) -> Objective:
+        variance, of_bias = settings.prior_variance, settings.intercept_prior_variance
+        return Objective(
+            basis, labels, torch.from_numpy(weight), len(fitted.class_counts),
+            None if variance is None else variance / share, noise, None if of_bias is None else of_bias / share,
+            settings.fit_intercept,
+        )  # fmt: skip
+
+    searched = fitted.found is not None
+    if settings.noise.name == "softmax":
+        return solve(objective(settings.noise, 1.0), precision=SEARCHED["softmax"] if searched else PRECISE,
+                     stop_asked=stop_asked)  # fmt: skip
+    near = solve(objective(Gumbel(), ratio), precision=1e-6, stop_asked=stop_asked)
+    start = near.weight * math.sqrt(ratio), near.bias * math.sqrt(ratio)
+    return solve(objective(settings.noise, 1.0), start, precision=SEARCHED_OTHERS if searched else PRECISE,
+                 stop_asked=stop_asked)  # fmt: skip
+
+
+def _keep(fitted: Fitted, basis: Basis, solution: Solution, watch: Stopwatch) -> None:
+    """Weights centred over classes, which changes no probability."""
+    weight, bias = basis.outer(solution.weight, solution.bias)
+    weight, bias = weight - weight.mean(0), bias - bias.mean()
+    fitted.parameters.weight.copy_(weight)
+    fitted.parameters.bias.copy_(bias)
+    fitted.factor = 1.0 if fitted.found is None else fitted.found.factor
+    n, seconds = len(solution.values), watch.seconds["train"]
+    columns = dict.fromkeys(HISTORY, [math.nan] * n) | {
+        "iteration": [float(i + 1) for i in range(n)],
+        "epoch": [float(i + 1) for i in range(n)],
+        "seconds": [seconds * (i + 1) / n for i in range(n)],
+        "bound": list(solution.values),
+        "bound_gap": [0.0] * n,
+        "floor_hits": [0.0] * n,
+    }
+    fitted.run = replace(fitted.run, history=columns, seconds=seconds, plan=None)
+    fitted.converged = solution.converged
+    vars(fitted).update(clock=Clock(n, n), seconds=dict(watch.seconds), torn=False)

@@ -1,0 +1,204 @@
+"""The prior's variance, found from the rows of a fit: by cross-validation where the optimum is cheap (`direct`), else
+by short training runs from one common start, judged on rows that are held out.
+
+Training runs: a first part at the variance that `defaults.first_prior_variance` gives; then from there a few epochs
+each at that variance, at a fourth of it and at four times it. While one of them is better than what it began with the
+search goes on in its direction, from where it ended. Everything follows from the seed, so an interrupted search is
+simply repeated. A probit or a logistic model searches with a softmax, which is cheaper, and has its variance times the
+ratio of the noises' variances.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import fitting, limits
+from .cross_validation import EVIDENCE, Found, Path, best_factor, canonical_order
+from .defaults import Settings, Shape, is_small, relative_variance, resolve
+from .direct import Basis
+from .features import FeatureScaling
+from .fitting import Fitted, TrainingRows
+from .noise import Gumbel, Noise, resolve_noise
+from .seeds import mix
+
+HELD_OUT, FEWEST_HELD_OUT = 0.1, 50
+FEWEST_EPOCHS = 5  # of a fit whose prior is searched by training
+WARM_EPOCHS, BRANCH_EPOCHS, WARM_STEPS, BRANCH_STEPS = 2, 1, 400, 200  # at least
+MOST_MOVES = 2
+WORTH_SHARE = 0.002  # of the loss, that a weaker prior has to gain
+JUDGED_PAIRS, FEWEST_JUDGED = 5_000_000, 1_000  # (row, class) pairs, and rows, that are judged
+COPIES = 3  # of weights and their state that are alive at once
+
+StopAsked = Callable[[], bool]
+
+
+def wanted(options: dict[str, Any], fitted: Fitted, *, persistent: bool) -> bool:
+    """Whether the variance is ours to find, and has not been found by a fit before."""
+    ours = isinstance(options["prior_variance"], str) and options["preset"] is None
+    first = fitted.found is None and (persistent or not fitted.rows_seen)
+    return ours and first and options["method"] in ("augment-reduce", "exact")
+
+
+def find(
+    fitted: Fitted, settings: Settings, X: Any, rows: TrainingRows, shape: Shape, options: dict[str, Any],
+    stop_asked: StopAsked,
+) -> tuple[Settings, TrainingRows]:  # fmt: skip
+    """Settings with the variance that was found, and the rows in the units that go with it. `X` are they in their own
+    units."""
+    noise = settings.noise
+    of_softmax = is_small(Gumbel(), shape) and not shape.stream
+    if of_softmax:
+        found, scaling = by_cross_validation(fitted, X, rows, shape, settings, stop_asked)
+        if scaling is not fitted.scaling and scaling is not None:
+            fitted.scaling = scaling
+            rows = replace(rows, X=scaling.apply(X, rows.X.values.dtype))
+    else:
+        found = by_training(fitted, settings, rows, shape, options, stop_asked)
+    if stop_asked():
+        return settings, rows
+    found = replace(found, variance=found.variance * relative_variance(noise))
+    fitted.found = found
+    return replace(settings, prior_variance=found.variance), rows
+
+
+# ---- cross-validation ----
+
+
+def by_cross_validation(
+    fitted: Fitted, X: Any, rows: TrainingRows, shape: Shape, settings: Settings, stop_asked: StopAsked
+) -> tuple[Found, FeatureScaling | None]:
+    """The variance, and the units of the features: each its own, or one for all where that predicts better."""
+    active = rows.active()
+    weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
+    codes, best, best_scaling = rows.codes[active].astype(np.int64), None, fitted.scaling
+    order = canonical_order(rows.X, active, codes, fitted.seed)
+    one_unit = None if fitted.scaling is None or not settings.direct else fitted.scaling.in_one_unit()
+    for scaling in (fitted.scaling,) if one_unit is None else (fitted.scaling, one_unit):
+        in_units = rows.X if scaling is None or scaling is fitted.scaling else scaling.apply(X, rows.X.values.dtype)
+        basis = Basis.of(in_units, active, centred=settings.fit_intercept)
+        path = Path(
+            basis, order, codes, weight, shape.n_classes, fitted.seed, stop_asked, with_factor=settings.direct,
+            fit_intercept=settings.fit_intercept,
+        )  # fmt: skip
+        found = path.search()
+        if best is None or found.loss < best.loss:
+            best, best_scaling = found, scaling
+    assert best is not None
+    return best, best_scaling
+
+
+# ---- training ----
+
+
+def by_training(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any], stop_asked: StopAsked
+) -> Found:
+    search = Branches(fitted, settings, rows, shape, options, stop_asked)
+    first = search.variance(0)
+    if search.why_not:
+        return Found(first, 1.0, math.nan, 0, f"by the rule for the first one: {search.why_not}")
+    return search.search()
+
+
+class Branches:
+    """Training runs of a softmax on nine tenths of the rows, that begin where others ended."""
+
+    def __init__(
+        self, fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any],
+        stop_asked: StopAsked,
+    ) -> None:  # fmt: skip
+        self.rows, self.options, self.stop_asked, self.seed = rows, options, stop_asked, mix(fitted.seed, 22, 0)
+        self.shape, self.scaling = shape, fitted.scaling
+        noise: Noise = resolve_noise("softmax")
+        own = options | {"model": "softmax", "local_step": None, "optimizer": None, "early_stopping": False}
+        self.settings = resolve(own, noise, shape, rows.torch_dtype)
+        self.active, self.left_out = self.hold_out(rows.active())
+        per_epoch = -(-len(self.active) // self.settings.batch_size)
+        self.per_branch = max(BRANCH_EPOCHS * per_epoch, min(BRANCH_STEPS, settings.max_iter // 10))
+        self.warm = max(WARM_EPOCHS * per_epoch, min(WARM_STEPS, settings.max_iter // 5))
+        weights = fitted.parameters.weight
+        self.n_iter = -(-settings.max_iter * per_epoch // max(1, -(-shape.n_rows // settings.batch_size)))
+        self.with_factor = settings.noise.name == "softmax"
+        self.why_not = ""
+        if settings.max_iter < FEWEST_EPOCHS * per_epoch:
+            self.why_not = f"a search needs fits of {FEWEST_EPOCHS} epochs or more"
+        elif len(self.left_out) < FEWEST_HELD_OUT:
+            self.why_not = f"only {len(self.left_out)} rows could be held out"
+        elif limits.shortage(COPIES * 2 * weights.numel() * weights.element_size()) is not None:
+            self.why_not = "no memory for copies of the weights"
+
+    def variance(self, e: int) -> float:
+        """In units of the softmax."""
+        of_first = self.settings.prior_variance
+        assert of_first is not None
+        return of_first * 2.0**e
+
+    def hold_out(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows to train on, rows to judge by): any rows, but no class is left without rows to train on."""
+        codes, n = self.rows.codes[active], len(active)
+        order = np.random.Generator(np.random.PCG64(self.seed)).permutation(n)
+        most = max(FEWEST_JUDGED, JUDGED_PAIRS // self.shape.n_classes)
+        out = order[: min(int(HELD_OUT * n), most)]
+        left = np.bincount(codes) - np.bincount(codes[out], minlength=int(codes.max(initial=0)) + 1)
+        out = np.sort(out[left[codes[out]] > 0])
+        kept = np.ones(n, dtype=bool)
+        kept[out] = False
+        return active[kept], active[out]
+
+    def search(self) -> Found:
+        start = self.begin()
+        branches = {e: self.branch(start, e) for e in (0, 2, -2)}
+        judged = {e: self.judge(branch) for e, branch in branches.items()}
+        e = next((other for other in (2, -2) if self.is_better(judged, other, 0)), 0)
+        step, n_moves = e, MOST_MOVES if e else 0
+        for _ in range(n_moves):
+            start = branches[e]
+            branches = {near: self.branch(start, near) for near in (e, e + step)}
+            judged = {near: self.judge(branch) for near, branch in branches.items()}
+            if self.stop_asked() or not self.is_better(judged, e + step, e):
+                break
+            e += step
+        factor, losses = self.at_the_end(branches[e], e) if self.with_factor else (1.0, judged[e][1])
+        loss = float(losses.mean())
+        return Found(self.variance(e), factor, loss, 1, f"{len(self.left_out):,} rows held out: loss {loss:.4f}")
+
+    def at_the_end(self, branch: Fitted, e: int) -> tuple[float, np.ndarray]:
+        """The factor after as many steps as the fit will take, since it falls while the weights still grow."""
+        left = self.n_iter - branch.clock.iteration
+        return self.judge(self.advance(branch, self.variance(e), left) if left > 0 else branch)
+
+    def is_better(self, judged: dict[int, tuple[float, np.ndarray]], e: int, than: int) -> bool:
+        losses = judged[than][1]
+        gain = losses - judged[e][1]
+        evidence = EVIDENCE * gain.std() / math.sqrt(len(gain))
+        return bool(gain.mean() > (max(WORTH_SHARE * losses.mean(), evidence) if e > than else 0.0))
+
+    def begin(self) -> Fitted:
+        shape = self.shape
+        started = fitting.start(self.settings, shape.n_classes, shape.n_features, self.seed, 0)
+        started.scaling, started.found = self.scaling, Found(0.0, 1.0, 0.0, 0, "")
+        return self.advance(started, self.variance(0), self.warm)
+
+    def branch(self, start: Fitted, e: int) -> Fitted:
+        return self.advance(copy.deepcopy(start), self.variance(e), self.per_branch)
+
+    def advance(self, fitted: Fitted, variance: float, n_iter: int) -> Fitted:
+        settings = replace(self.settings, prior_variance=variance)
+        fitting.advance(fitted, settings, self.rows, self.active, n_iter, self.options, self.stop_asked)
+        return fitted
+
+    def judge(self, fitted: Fitted) -> tuple[float, np.ndarray]:
+        """The best factor, and each left-out row's loss with it: weights that are on their way are too
+        small, and that must not be mistaken for too strong a prior."""
+        rows, parameters = self.left_out, fitted.parameters
+        every = torch.arange(self.shape.n_classes)
+        kernels = fitting.kernels_for("cpu")
+        scores = kernels.shared_scores(self.rows.X, rows, every, parameters.weight, parameters.bias)
+        return best_factor(scores.double().numpy(), self.rows.codes[rows].astype(np.int64), np.ones(len(rows)))
