@@ -26,7 +26,7 @@ from exact_bar import DATASETS, Objective, Part, load
 from torch import Tensor
 
 from augment_reduce import quadrature
-from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, default_prior_variance
+from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, first_prior_variance
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.noise import Noise, resolve_noise
 
@@ -144,7 +144,7 @@ def run(name: str, noise: Noise, args: argparse.Namespace, device: torch.device)
 
     kept = train.some(np.sort(order[n_held:]))
     held = Objective(of_seen_labels(train.some(np.sort(order[:n_held])), kept), device)
-    default = default_prior_variance(noise, Pairs(kept, device).shape)
+    default = first_prior_variance(noise, Pairs(kept, device).shape)
     looks = [look for v in args.variances or [default] for look in fit(kept, held, v, args.epochs, "held out")]
     _, v, epoch = max(looks)
     fit(train, Objective(of_seen_labels(test, train), device), v, epoch, "test")

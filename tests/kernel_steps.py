@@ -68,7 +68,7 @@ def make_parameters(shape, optimizer: RowOptimizer, rng, dtype) -> reference.Par
 def make_prior(name: str, X: Rows, dtype) -> Prior | None:
     if name == "none":
         return None
-    return Prior.from_counts(1.7, X.feature_counts(), X.n_rows, dtype, touched_only=name == "touched")
+    return Prior.from_counts(1.7, X.feature_counts(), X.n_rows, dtype, touched_only=name == "touched", of_bias=0.6)
 
 
 def push(kernels, X, step, parameters, optimizer, t, prior, *, shared, dtype):

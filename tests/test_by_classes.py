@@ -73,7 +73,7 @@ def problem_of(K, dense, prior):
         labels=torch.from_numpy(rng.integers(0, K, N)), sample_weight=None, method="augment-reduce", noise=noise,
         sampler=UniformPerRow().bind(np.ones(K), cpu.draw_without_replacement), n_sampled=S, local=rule,
         optimizer=Adagrad(), kernels=cpu, may_compile=True,
-        prior=Prior.from_counts(2.0, counts, N, torch.float32, prior == "touched") if prior else None,
+        prior=Prior.from_counts(2.0, counts, N, torch.float32, prior == "touched", of_bias=1.5) if prior else None,
     )  # fmt: skip
 
 

@@ -67,8 +67,8 @@ def test_what_is_predicted_is_what_they_say(K, made, tmp_path):
     expected = np.asarray(X @ clf.coef_.T + clf.intercept_)
     np.testing.assert_allclose(clf.decision_function(X), expected[:, 0] if K == 2 else expected, atol=1e-12)
     again = pickle.loads(pickle.dumps(clf))
-    np.testing.assert_array_equal(values(again.coef_), values(clf.coef_))
-    np.testing.assert_array_equal(again.intercept_, clf.intercept_)
+    np.testing.assert_allclose(values(again.coef_), values(clf.coef_), rtol=1e-14)  # kept in units of training
+    np.testing.assert_allclose(again.intercept_, clf.intercept_, rtol=1e-14)
     np.testing.assert_array_equal(again.predict_proba(X), clf.predict_proba(X))
 
 
@@ -106,11 +106,23 @@ def test_other_shapes_are_refused(K):
         clf.predict(X)
 
 
-def test_with_many_classes_they_are_the_weights_and_a_pickle_holds_them_once():
-    clf, _, _ = fitted(40, optimizer="rowwise-adagrad")
-    assert np.shares_memory(clf.coef_, clf._fitted.parameters.weight.numpy())
-    again = pickle.loads(pickle.dumps(clf))
-    assert np.shares_memory(again.coef_, again._fitted.parameters.weight.numpy())
+@pytest.mark.parametrize("K", [3, 40])
+def test_they_are_centred_over_the_classes_unless_somebody_wrote_them(K):
+    clf, X, _ = fitted(K, batch_size=10)
+    assert abs(clf._fitted.parameters.weight.mean(0)).max() > 1e-4  # Adagrad's own are not
+    np.testing.assert_allclose(clf.coef_.sum(0), 0.0, atol=1e-12)
+    assert clf.intercept_.sum() == pytest.approx(0.0, abs=1e-12)
+    np.testing.assert_allclose(clf.decision_function(X), X @ clf.coef_.T + clf.intercept_, atol=1e-12)
+    before = clf.predict_proba(X)
+    clf.coef_ = clf.coef_ + 1.0
+    np.testing.assert_allclose(clf.decision_function(X), X @ clf.coef_.T + clf.intercept_, atol=1e-12)
+    np.testing.assert_allclose(clf.predict_proba(X), before, atol=1e-12)
+    preset, _, _ = fitted(K, preset="paper")  # whose weights are compared with those of the authors' code
+    assert np.shares_memory(preset.coef_, preset._fitted.parameters.weight.numpy())
+
+
+def test_a_pickle_holds_the_weights_once():
+    clf, _, _ = fitted(40, optimizer="rowwise-adagrad", feature_scaling=False)
     big = copy.deepcopy(clf)
     big._fitted.parameters.weight = big._fitted.parameters.weight.new_zeros(40, 10_000)
     big.n_features_in_ = 10_000

@@ -36,7 +36,8 @@ def problem_of(name: str, kind: str, optimizer, prior: bool, weighted: bool, dty
         X=as_rows(X), active=np.arange(N), n_rows=N, labels=torch.from_numpy(rng.integers(0, K, N)),
         sample_weight=torch.from_numpy(rng.random(N).astype(number)) if weighted else None, method="augment-reduce",
         noise=noise, sampler=UniformPerRow().bind(np.ones(K), cpu.draw_without_replacement), n_sampled=4, local=rule,
-        optimizer=optimizer, prior=Prior.from_counts(2.0, counts, N, dtype) if prior else None, kernels=cpu,
+        optimizer=optimizer, kernels=cpu,
+        prior=Prior.from_counts(2.0, counts, N, dtype, of_bias=1.5) if prior else None,
     )  # fmt: skip
 
 

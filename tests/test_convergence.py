@@ -68,7 +68,7 @@ def test_augment_reduce_converges_to_the_map_optimum(model):
     v = 0.05
     clf = AugmentReduceClassifier(
         model=model, class_sampling="uniform", n_sampled_classes=3, batch_size=40, max_epochs=400, prior_variance=v,
-        random_state=0,
+        intercept_prior_variance=v, random_state=0,
     ).fit(X, y)  # fmt: skip
     _, best = optimum(model, X, y, v)
     found = penalised(clf, X, y, v)

@@ -13,9 +13,8 @@ from user_noises import Laplace, StudentT3
 from augment_reduce import AugmentReduceClassifier, fitting
 from augment_reduce.amortised import Amortised
 from augment_reduce.crossed import CrossFitted
-from augment_reduce.defaults import Shape, default_batch_size, default_epochs, default_prior_variance, resolve
+from augment_reduce.defaults import Shape, default_batch_size, default_epochs, first_prior_variance, resolve
 from augment_reduce.edge import memory_bytes
-from augment_reduce.fitting import TrainingRows
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local import NaturalGradient, Newton
 from augment_reduce.noise import NOISES, resolve_noise
@@ -87,19 +86,15 @@ def test_biases_are_as_fast_as_the_scores_of_others_move():
     assert settings(replace(OMNIGLOT, agreement=30.0, stream=True)).optimizer.bias_scale == 1.0
 
 
-def test_the_prior_of_the_biases_goes_by_their_scale(monkeypatch):
-    """Variance c^2 v: the share of the prior that a fit gives them is 1 / (N c^2)."""
+@pytest.mark.parametrize("of_bias", [None, 5.0])
+def test_intercepts_have_a_prior_of_their_own_or_none(of_bias, monkeypatch):
+    """The share of the weights' prior that a fit gives them is v / (N v_0), and 0 where they are free."""
     made, from_counts = [], fitting.Prior.from_counts
     monkeypatch.setattr(fitting.Prior, "from_counts", lambda *a, **k: made.append(from_counts(*a, **k)) or made[-1])
     X, y = np.abs(np.random.default_rng(0).normal(size=(50, 9))), np.arange(50) % 3
-    AugmentReduceClassifier(optimizer=Adagrad(0.1, bias_scale=3.0), prior_variance=2.0, max_iter=2).fit(X, y)
-    assert made[0].inverse_rows == pytest.approx(1.0 / (50 * 9.0))
-    clf = AugmentReduceClassifier(max_iter=2).fit(X, y)
-    scale = clf._prepare(resolve_noise("softmax"), TrainingRows(as_rows(X), y, None), anew=False)[
-        0
-    ].optimizer.bias_scale
-    assert scale > 1.5
-    assert made[1].inverse_rows == pytest.approx(1.0 / (50 * scale**2))
+    AugmentReduceClassifier(max_iter=2, prior_variance=2.0, intercept_prior_variance=of_bias).fit(X, y)
+    assert made[0].variance == 2.0
+    assert made[0].inverse_rows == pytest.approx(0.0 if of_bias is None else 2.0 / (50 * of_bias))
     assert settings(replace(OMNIGLOT, agreement=30.0), preset="paper").optimizer.bias_scale == 1.0
 
 
@@ -125,20 +120,20 @@ def test_agreement_is_what_one_rows_step_does_to_another():
 
 
 def test_the_first_step_is_measured_in_noise_over_the_root_of_the_nonzeros():
+    """Of those that act together, where rows agree; the search for the prior begins at scores of variance 16."""
     for name, noise in NOISES.items():
         variance = {"softmax": math.pi**2 / 6, "probit": 1.0, "logistic": math.pi**2 / 3}[name]
-        optimizer = resolve(NOTHING_SET, noise(), BIBTEX, torch.float32).optimizer
-        assert optimizer.learning_rate == pytest.approx(1.1 * variance / math.sqrt(68))
-        of_bibtex = {"softmax": 4_880 / 15_000, "probit": 0.06, "logistic": 0.3}[name]
-        of_omniglot = 25_968 / 15_000 * {"softmax": 1.0, "probit": 0.1, "logistic": 0.5}[name]
-        assert default_prior_variance(noise(), BIBTEX) == pytest.approx(of_bibtex)
-        assert default_prior_variance(noise(), OMNIGLOT) == pytest.approx(of_omniglot)
+        for agreement in (0.0, 13.0):
+            optimizer = resolve(NOTHING_SET, noise(), replace(BIBTEX, agreement=agreement), torch.float32).optimizer
+            expected = 2.2 * variance / math.sqrt(68 + 0.19 * agreement**2)
+            assert optimizer.learning_rate == pytest.approx(expected)
+        ratio = {"softmax": 1.0, "probit": 6 / math.pi**2, "logistic": 2.0}[name]
+        assert first_prior_variance(noise(), BIBTEX) == pytest.approx(16 / 68 * ratio)
     assert settings(BIBTEX, learning_rate=0.7).optimizer.learning_rate == 0.7
 
 
-def test_fewer_weights_than_rows_go_on_longer_with_a_weak_prior():
-    assert (default_epochs(MNIST), default_epochs(OMNIGLOT), default_epochs(BIBTEX)) == (50, 10, 30)
-    assert default_prior_variance(resolve_noise("softmax"), MNIST) == 3.0
+def test_fewer_weights_than_rows_go_on_longer():
+    assert (default_epochs(MNIST), default_epochs(OMNIGLOT), default_epochs(BIBTEX)) == (50, 6, 30)
 
 
 def test_zeros_of_dense_rows_are_not_counted():

@@ -87,7 +87,8 @@ def test_scores_that_overflow_keep_their_order_and_their_ties(sparse, dtype):
     coef = (generator.normal(size=(6, 4)) * sizes).astype(dtype)
     coef[3] = coef[1]
     intercept = np.array([1.0, 2.0, -most, 2.0, 0.5 * most, 0.0], dtype)
-    scores = LinearScores(sp.csr_matrix(X) if sparse else X, sp.csr_matrix(coef) if sparse else coef, intercept)
+    weight = sp.csr_matrix(coef) if sparse else torch.from_numpy(coef)
+    scores = LinearScores(sp.csr_matrix(X) if sparse else X, weight, torch.from_numpy(intercept))
     psi = scores(0, 30)
     assert psi.isfinite().all()
     for row, x in zip(psi.tolist(), X.tolist(), strict=True):
@@ -118,7 +119,12 @@ def test_features_that_no_step_is_small_enough_for_are_refused(dtype, largest):
     X[7, 1] = -largest
     for rows in (X.astype(dtype), sp.csr_matrix(X.astype(dtype))):
         with pytest.raises(ValueError, match=r"largest is .*Scale the features"):
-            AugmentReduceClassifier(max_iter=2).fit(rows, y)
+            AugmentReduceClassifier(max_iter=2, feature_scaling=False).fit(rows, y)
+        for settings in ({}, {"max_iter": 20}):  # in units of their own they are like any others
+            clf = AugmentReduceClassifier(random_state=0, **settings).fit(rows, y)
+            p = clf.predict_proba(rows)
+            assert np.isfinite(p).all()
+            assert clf.log_likelihood(rows, y) > -1.2
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

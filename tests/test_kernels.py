@@ -138,7 +138,7 @@ def test_no_features_at_all(optimizer, shared):
     for X, D in ((as_rows(sp.csr_matrix((35, 0))), 0), (DenseRows(np.zeros((35, 0))), 0), (empty, 5003)):
         shape = (16, 4, 50, D, 0.0)
         rng = np.random.default_rng(0)
-        prior = Prior.from_counts(2.0, np.zeros(D), 35, F64)
+        prior = Prior.from_counts(2.0, np.zeros(D), 35, F64, of_bias=1.5)
         ours = make_parameters(shape, optimizer, rng, F64)
         theirs = deepcopy(ours)
         for t in (1, 2):

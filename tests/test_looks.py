@@ -40,8 +40,8 @@ def planned(X, y, **settings):
 
 
 SHAPES = {
-    "two rows": ((2, 2, 3), {}),
-    "small": ((300, 6, 4), {}),
+    "two rows": ((2, 2, 3), {"batch_size": 2}),
+    "small": ((300, 6, 4), {"batch_size": 32}),
     "few steps": ((5_000, 150, 40), {"max_iter": 30}),
     "many steps": ((5_000, 150, 40), {"max_epochs": 30}),
     "many classes": ((6_000, 5_000, 10), {"max_epochs": 1}),
@@ -169,7 +169,9 @@ def test_a_stopwatch_counts_every_second_once(monkeypatch):
         clock[0] += seconds
         compiled[0] += of_compiling
         assert watch.lap(name) == seconds - of_compiling
-    assert watch.seconds == {"prepare": 0.5, "compile": 2.0, "train": 4.0, "validate": 0.0, "look": 0.0}
+    assert watch.seconds == {
+        "prepare": 0.5, "search": 0.0, "compile": 2.0, "train": 4.0, "validate": 0.0, "look": 0.0,
+    }  # fmt: skip
     assert watch.describe() == "6.5 s: prepare 0.5 s, compile 2.0 s, train 4.0 s"
 
 
@@ -184,12 +186,12 @@ def lines_of(said):
 def test_a_short_fit_prints_a_line_and_a_long_one_no_more_than_its_looks(n, capsys, monkeypatch):
     X, y = rows(n, 2)
     monkeypatch.setattr(progress, "EVERY", 1e9)  # whatever the machine is busy with
-    clf = AugmentReduceClassifier(random_state=0, verbose=1).fit(X, y)
+    clf = AugmentReduceClassifier(random_state=0, verbose=1, batch_size=32).fit(X, y)
     lines = lines_of(capsys.readouterr().err)
     assert len(lines) == 1
     assert f"iteration {clf.n_iter_:,} of {clf.n_iter_:,}" in lines[0]
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    AugmentReduceClassifier(random_state=0, verbose=1).fit(X, y)
+    AugmentReduceClassifier(random_state=0, verbose=1, batch_size=32).fit(X, y)
     assert 1 <= len(lines_of(capsys.readouterr().err)) <= 21
 
 

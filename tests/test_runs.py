@@ -91,7 +91,7 @@ def problem_of(X, y, *, model="softmax", method="augment-reduce", sampler=None, 
         "sample_weight": torch.from_numpy(rng.random(N) + 0.5).to(dtype), "method": method,
         "noise": resolve_noise(model), "sampler": sampler, "n_sampled": 12, "kernels": cpu,
         "local": CrossFitted() if method == "augment-reduce" else None, "optimizer": Adagrad(0.3, 2.0),
-        "prior": Prior.from_counts(2.0, np.maximum((X != 0).sum(0), 1).A1, N, dtype),
+        "prior": Prior.from_counts(2.0, np.maximum((X != 0).sum(0), 1).A1, N, dtype, of_bias=1.5),
     }  # fmt: skip
     return Problem(**{**settings, **changes})
 
@@ -303,7 +303,9 @@ def test_pairs_that_belong_to_any_row_are_those_of_the_reference(kernels, optimi
         torch.from_numpy(rng.standard_normal(size)) for size in ((30, 9), (70, 2), (30, 9), (70, 2))
     )
     shares = (share.abs(), own_share.abs()) if with_prior else (None, None)
-    prior = Prior.from_counts(2.0, np.maximum((X != 0).sum(0), 1).A1, N, torch.float64) if with_prior else None
+    prior = (
+        Prior.from_counts(2.0, np.maximum((X != 0).sum(0), 1).A1, N, torch.float64, of_bias=1.5) if with_prior else None
+    )
     results = []
     for module in (reference, kernels):
         weight, bias = (torch.from_numpy(np.random.default_rng(1).standard_normal(s)) for s in ((K, D), (K,)))

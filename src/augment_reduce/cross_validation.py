@@ -66,7 +66,8 @@ class Path:
         row, share = _repeated(order, weight)
         self.n_folds = n_folds_for(basis, n_classes)
         fold = _folds(len(row), self.n_folds, mix(seed, 21, 0))
-        self.length = float(np.average((basis.Z * basis.Z).sum(1).numpy(), weights=weight))
+        length = float(np.average((basis.Z * basis.Z).sum(1).numpy(), weights=weight))
+        self.length = length if length > 0 else 1.0
         self.objectives, self.left_out = [], []
         most = max(100, JUDGED_PAIRS // n_classes // self.n_folds)
         for f in range(self.n_folds):
@@ -83,7 +84,7 @@ class Path:
         self.judged: dict[int, Judged] = {}
 
     def variance(self, e: int) -> float:
-        return FIRST_SCALE / max(self.length, 1e-300) * 2.0**e
+        return FIRST_SCALE / self.length * 2.0**e
 
     def at(self, e: int) -> Judged:
         if e not in self.judged:

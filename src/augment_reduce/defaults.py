@@ -222,11 +222,20 @@ def is_small(noise: Noise, shape: Shape) -> bool:
 
 def solves_directly(parameters: dict[str, object], noise: Noise, shape: Shape) -> bool:
     """By optimizer="lbfgs"; or where nothing was asked for that has a meaning for steps only and the data are small."""
-    if parameters["optimizer"] == LBFGS:
+    if is_lbfgs(parameters["optimizer"]):
         return not shape.stream
-    untouched = all(parameters.get(name) == value for name, value in OF_STEPS.items())
+    untouched = all(is_the_same(parameters.get(name), default) for name, default in OF_STEPS.items())
     possible = parameters["method"] in ("augment-reduce", "exact") and parameters["preset"] is None
     return untouched and possible and not shape.stream and is_small(noise, shape)
+
+
+def is_lbfgs(optimizer: object) -> bool:
+    return isinstance(optimizer, str) and optimizer == LBFGS
+
+
+def is_the_same(value: object, default: object) -> bool:
+    """Whatever the value may be: arrays cannot be compared with `==`."""
+    return value is default or (isinstance(value, (str, bool, np.bool_)) and value == default)
 
 
 def scales_features(parameters: dict[str, object]) -> bool:
@@ -255,7 +264,7 @@ def resolve_optimizer(
         if preset == "paper":
             return SectionFour(learning_rate=rate, first_kappa_one=True)
         return SectionFour(learning_rate=rate, every_entry=True)
-    name = "adagrad" if optimizer is None or optimizer == LBFGS else optimizer
+    name = "adagrad" if optimizer is None or is_lbfgs(optimizer) else optimizer
     if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ValueError(
             f"Expected optimizer to be one of {', '.join(map(repr, (*OPTIMIZERS, LBFGS)))} or a RowOptimizer object, "
@@ -397,7 +406,6 @@ def resolve(parameters: dict[str, object], noise: Noise, shape: Shape, x_dtype: 
         prior_touched_only=preset == "paper",
         init_scale=init,
         dtype=resolve_dtype(get("dtype"), x_dtype),
-        direct=solves_directly(parameters, noise, shape),
         prior_of_x=not isinstance(get("prior_variance"), str),
     )
 

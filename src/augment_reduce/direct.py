@@ -41,15 +41,17 @@ class Basis:
     to_features: Tensor  # (D, R): weights of x are those of z times its transpose
 
     @classmethod
-    def of(cls, X: Rows, rows: np.ndarray, *, centred: bool, times: np.ndarray | None = None) -> Basis:
-        """Of columns times `times` (D,): the prior is of their weights."""
+    def of(
+        cls, X: Rows, rows: np.ndarray, weight: np.ndarray, *, centred: bool, times: np.ndarray | None = None
+    ) -> Basis:
+        """Of columns times `times` (D,): the prior is of their weights. `weight` (N,) is that of the rows."""
         D = X.n_features
         scale = torch.ones(D, dtype=torch.float64) if times is None else torch.from_numpy(times)
         if isinstance(X, SparseRows) and len(rows) < D:
             return cls._of_wide(_matrix(X)[rows].astype(np.float64), scale)
         dense = X.values[rows].astype(np.float64) if isinstance(X, DenseRows) else _matrix(X)[rows].toarray()
         values = torch.from_numpy(dense.astype(np.float64, copy=False)) * scale
-        mean = values.mean(0) if centred else values.new_zeros(D)
+        mean = torch.from_numpy(weight / weight.sum()) @ values if centred else values.new_zeros(D)
         values = values - mean
         if len(rows) < D:
             Z, V = _of_gram(values @ values.T, values)
@@ -144,7 +146,10 @@ class Objective:
         total = self.weight.sum()
         share = (self.curvature / total).clamp(min=SMALLEST)
         of_prior = 0.0 if self.variance is None else 1.0 / self.variance
-        diagonal = torch.outer(share, self.basis.energy.clamp(min=SMALLEST * float(self.basis.energy.max()))) + of_prior
+        energy = self.basis.energy
+        if len(energy):  # there may be no features at all
+            energy = energy.clamp(min=SMALLEST * float(energy.max()))
+        diagonal = torch.outer(share, energy) + of_prior
         return 1.0 / diagonal.clamp(min=1e-300), 1.0 / (share * total)
 
 

@@ -24,35 +24,37 @@ SEARCHED_OTHERS = 1e-7
 
 def run(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], stop_asked: Callable[[], bool],
-    watch: Stopwatch | None = None,
+    watch: Stopwatch,
 ) -> None:  # fmt: skip
     """The optimum, always from the same start: a fit that was interrupted, or that goes on, is done anew."""
-    watch, active = watch or Stopwatch(), rows.active()
+    active = rows.active()
     if not fitted.rows_seen:
         count(fitted, settings, rows, active)
-    progress = TrainingProgress(0, 0)
-    progress.verbose = options["verbose"]
+    progress = TrainingProgress(0, options["verbose"])
     with threads(options["n_jobs"]):
         progress.say(settings.describe() + ("" if fitted.found is None else f" ({fitted.found.why})"))
         of_x = settings.prior_of_x and settings.prior_variance is not None
         free = settings.fit_intercept and settings.intercept_prior_variance is None
-        basis = Basis.of(
-            rows.X, active, centred=free, times=fitted.scaling.scale if fitted.scaling is not None and of_x else None
-        )
+        weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
+        times = fitted.scaling.scale if fitted.scaling is not None and of_x else None
+        basis = Basis.of(rows.X, active, weight, centred=free, times=times)
         watch.lap("prepare")
-        solution = _optimum(fitted, settings, basis, rows, active, stop_asked)
+        solution = _optimum(fitted, settings, basis, weight, rows.codes[active], stop_asked)
         watch.lap("train")
         _keep(fitted, basis, solution, watch)
+        if solution.values:
+            progress.say(
+                f"optimum after {len(solution.values):,} iterations: objective {solution.values[-1]:.4f} a row"
+            )
         progress.say(watch.describe())
 
 
 def _optimum(
-    fitted: Fitted, settings: Settings, basis: Basis, rows: TrainingRows, active: np.ndarray,
+    fitted: Fitted, settings: Settings, basis: Basis, weight: np.ndarray, codes: np.ndarray,
     stop_asked: Callable[[], bool],
 ) -> Solution:  # fmt: skip
     """Of any other noise from the optimum of a softmax, which is cheap and near."""
-    weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
-    labels = torch.from_numpy(rows.codes[active].astype(np.int64))
+    labels = torch.from_numpy(codes.astype(np.int64))
     ratio = relative_variance(settings.noise)
 
     def objective(noise: Any, share: float) -> Objective:

@@ -19,16 +19,18 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from . import direct_fit, fitting, interrupts, labels, linear, predict, prior_search, saving
-from .defaults import Settings, Shape, resolve, resolve_dtype
+from .defaults import Settings, Shape, resolve, resolve_dtype, solves_directly
 from .edge import check_load, check_memory, check_parameters, check_prediction, check_scale, check_weights
 from .fitting import threads
 from .kernels.rows import Rows, as_rows
 from .kernels.threads import one_torch_thread
 from .limits import memory_errors
 from .local import LocalStep
+from .merging import merged
 from .noise import Noise, resolve_noise
 from .optim import RowOptimizer
 from .sampler import ClassSampler
+from .training import Stopwatch
 
 ACCEPTED = {"accept_sparse": "csr", "dtype": (np.float64, np.float32), "accept_large_sparse": True}
 
@@ -265,6 +267,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     def _prepare(self, noise: Noise, rows: fitting.TrainingRows, *, anew: bool, stream: bool = False) -> Fit:
         """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
+        plain = Shape(len(rows.active()), rows.X.n_features, len(self.classes_), rows.X.n_nonzero, stream)
+        if solves_directly(options, noise, plain):
+            rows = merged(rows)
         active, own = rows.active(), rows.X
         dtype = resolve_dtype(options["dtype"], rows.torch_dtype)
         if anew:
@@ -276,12 +281,13 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         shape = Shape.of(rows.X, len(self.classes_), active, rows.weight, stream=stream)
         held_out = fitting.n_held_out(len(active), self.validation_fraction) if self.early_stopping else 0
         settings = resolve(options, noise, shape.without(held_out), rows.torch_dtype)
+        settings = dataclasses.replace(settings, direct=solves_directly(options, noise, plain))
         bytes_needed = check_memory(settings, shape, self.early_stopping, anew)
         if anew:
             seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
             with one_torch_thread(), memory_errors("This fit", bytes_needed):
                 self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed)
-            self._fitted.scaling = scaling
+            self._fitted.scaling, self._fitted.centred = scaling, self.preset is None
         else:
             self.densify()
             self._take_up()
@@ -292,21 +298,25 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         """Find the prior, train, and publish what was learned, also after an interruption."""
 
         def work(stop_asked: interrupts.StopAsked) -> None:
-            settings, rows = fit.settings, fit.rows
+            settings, rows, watch = fit.settings, fit.rows, Stopwatch()
             try:
                 if prior_search.wanted(fit.options, self._fitted, persistent=persistent):
                     with threads(self.n_jobs):
                         settings, rows = prior_search.find(
                             self._fitted, settings, fit.X, rows, fit.shape, fit.options, stop_asked
                         )
+                    watch.lap("search")
                 elif isinstance(fit.options["prior_variance"], str) and self._fitted.found is not None:
                     settings = dataclasses.replace(settings, prior_variance=self._fitted.found.variance)
                 if stop_asked():
                     return
                 if settings.direct:
-                    direct_fit.run(self._fitted, settings, rows, fit.options, stop_asked)
+                    direct_fit.run(self._fitted, settings, rows, fit.options, stop_asked, watch)
                 else:
-                    fitting.run(self._fitted, settings, rows, fit.options, persistent=persistent, stop_asked=stop_asked)
+                    fitting.run(
+                        self._fitted, settings, rows, fit.options, persistent=persistent, stop_asked=stop_asked,
+                        watch=watch,
+                    )  # fmt: skip
             finally:
                 self._publish()
 
@@ -376,14 +386,18 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         with config_context(array_api_dispatch=False):
             X = validate_data(self, X, reset=False, **ACCEPTED)
         self._take_up()
-        return linear.LinearScores(X, self._fitted)
+        return linear.LinearScores.of(X, self._fitted)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Scores psi (N, K); with two classes (N,), the second's minus the first's."""
+        """Scores psi (N, K), X coef_' + intercept_; with two classes (N,), the second's minus the first's."""
         scores_of = self._scores_of(X)
         with self._predicting(scores_of, len(self.classes_)):
             psi = predict.scores(scores_of, scores_of.n_rows, len(self.classes_), scores_of.dtype).numpy()
-        return psi[:, 1] if len(self.classes_) == 2 else psi
+        if len(self.classes_) == 2:
+            return _within(psi.dtype, psi[:, 1].astype(np.float64) - psi[:, 0])
+        if linear.is_centred(self._fitted):
+            return _within(psi.dtype, psi - psi.mean(1, keepdims=True, dtype=np.float64))
+        return psi
 
     def predict(self, X: Any) -> np.ndarray:
         """The class of the highest score, which is the most probable one under every model."""
@@ -486,6 +500,11 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         size = check_load(path)
         with one_torch_thread(), memory_errors("This model", size):
             return saving.load(cls, path, objects)
+
+
+def _within(dtype: np.dtype, values: np.ndarray) -> np.ndarray:
+    """In this dtype; what is too large for it has its largest value."""
+    return np.clip(values, np.finfo(dtype).min, np.finfo(dtype).max).astype(dtype)
 
 
 __all__ = ["AugmentReduceClassifier"]

@@ -10,9 +10,12 @@ from it. Any other column has its mean and its standard deviation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .kernels.rows import DenseRows, Rows, SparseRows
 
@@ -54,13 +57,23 @@ class FeatureScaling:
     def is_identity(self) -> bool:
         return bool((self.scale == 1.0).all() and not self.centre.any())
 
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """For a model file."""
+        return {prefix + name: torch.from_numpy(array) for name, array in vars(self).items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FeatureScaling:
+        return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
+
     def in_one_unit(self) -> FeatureScaling | None:
         """The same with one scale for all columns; None where the scales are too different, or already one."""
-        scale = np.sqrt(np.mean(self.scale**2))
-        near = np.abs(np.log(self.scale / np.median(self.scale))) < np.log(ALIKE)
-        if near.mean() < MOSTLY or np.ptp(self.scale) <= 1e-9 * scale:
+        usual = np.median(self.scale)
+        ratio = self.scale / usual
+        near = np.abs(np.log(ratio)) < np.log(ALIKE)
+        if near.mean() < MOSTLY or np.ptp(ratio) <= 1e-9:
             return None
-        return FeatureScaling(self.centre, np.full_like(self.scale, scale), self.activity)
+        common = usual * np.sqrt(np.mean(ratio[near] ** 2))
+        return FeatureScaling(self.centre, np.full_like(self.scale, common), self.activity)
 
     def apply(self, X: Rows, dtype: np.dtype) -> Rows:
         """X as the fit sees it: a copy of the values, or X where nothing changes."""

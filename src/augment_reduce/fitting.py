@@ -86,6 +86,7 @@ class Fitted:
     scaling: FeatureScaling | None = None  # the weights are of (x - centre) / scale; None: of x
     found: Found | None = None  # the prior, where it was looked for
     factor: float = 1.0  # of all scores: 1 / temperature
+    centred: bool = False  # whether coefficients are shown centred over the classes
     converged: bool = True
     torn: bool = False  # whether a fit was left in the middle of a step, so that none can go on exactly
 
@@ -180,22 +181,22 @@ def move(parameters: Parameters, device: torch.device) -> Parameters:
 
 def run(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool,
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_asked: Callable[[], bool] = lambda: False, watch: Stopwatch | None = None,
 ) -> None:  # fmt: skip
     """`run_here`, with the weights on the device that was asked for; back on the CPU whatever happens."""
     move(fitted.parameters, training_device(options["device"], fitted.parameters.weight.numel()))
     try:
-        run_here(fitted, settings, rows, options, persistent, stop_asked)
+        run_here(fitted, settings, rows, options, persistent, stop_asked, watch or Stopwatch())
     finally:
         move(fitted.parameters, torch.device("cpu"))
 
 
 def run_here(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], persistent: bool,
-    stop_asked: Callable[[], bool],
+    stop_asked: Callable[[], bool], watch: Stopwatch,
 ) -> None:  # fmt: skip
     """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
-    watch, active, held_out = Stopwatch(), rows.active(), np.empty(0, dtype=np.int64)
+    active, held_out = rows.active(), np.empty(0, dtype=np.int64)
     if options["early_stopping"] and persistent:
         active, held_out = hold_out(active, options["validation_fraction"], fitted.seed)
     if not persistent or not fitted.rows_seen:
@@ -223,7 +224,8 @@ def run_here(
     )
     progress = TrainingProgress(schedule.plan.last, options["verbose"], fitted.clock.iteration)
     with threads(options["n_jobs"]), progress:
-        progress.say(f"{settings.describe()}; {fitted.bytes_needed / 1e9:.2f} GB")
+        found = "" if fitted.found is None else f" ({fitted.found.why})"
+        progress.say(f"{settings.describe()}{found}; {fitted.bytes_needed / 1e9:.2f} GB")
         if problem.alike is not None:
             parts = int(problem.alike.max()) + 1
             progress.say(f"{len(active):,} rows, many with the same features: kept together in {parts:,} parts")
@@ -315,7 +317,10 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         X = kernels.DeviceRows.of(X, fitted.parameters.weight.device, dtype)
     prior, of_bias = None, settings.intercept_prior_variance
     if settings.prior_variance is not None or of_bias is not None:
-        own_units = fitted.scaling.scale**2 if settings.prior_of_x and fitted.scaling is not None else None
+        own_units = None
+        if settings.prior_of_x and fitted.scaling is not None:
+            with np.errstate(over="ignore"):
+                own_units = fitted.scaling.scale**2
         prior = Prior.from_counts(
             settings.prior_variance, fitted.feature_counts, fitted.rows_seen, dtype, settings.prior_touched_only,
             of_bias=of_bias, per_feature=own_units,

@@ -1,8 +1,8 @@
 """Scores of the fitted linear model, psi = coef . x + intercept, for prediction: finite whatever the rows hold.
 
 They come from the weights of training, of features in the units of training (`features`). `coef_` and `intercept_` are
-made of these when they are asked for; what a user writes to them is taken up before anything is predicted, saved or
-trained. With two classes they are one row, the difference of the two.
+made of these, centred over the classes, when they are asked for; what a user writes to them is taken up before anything
+is predicted, saved or trained. With two classes they are one row, the difference of the two.
 """
 
 from __future__ import annotations
@@ -28,19 +28,28 @@ HIGHEST = 1000  # the power of two of the largest score where even float64 has n
 
 
 class LinearScores:
-    """scores_of(start, stop) of the rows X, as `predict` wants them; in the dtype of the weights, as a rule."""
+    """scores_of(start, stop) of the rows X, as `predict` wants them; in the dtype of the weights, as a rule.
 
-    def __init__(self, X: Any, fitted: Fitted) -> None:
-        self.scaling, self.factor = fitted.scaling, fitted.factor
-        self.n_rows, self.n_classes = X.shape[0], len(fitted.parameters.bias)
-        self.weight: Any = fitted.parameters.weight if fitted.sparse_weight is None else fitted.sparse_weight
-        self.bias = fitted.parameters.bias
-        self.dtype = self.bias.dtype
+    psi = factor * (weight . (x - centre) / scale + bias), with weight (K, D) a tensor or a CSR matrix.
+    """
+
+    def __init__(
+        self, X: Any, weight: Any, bias: Tensor, scaling: FeatureScaling | None = None, factor: float = 1.0
+    ) -> None:
+        self.n_rows, self.n_classes, self.dtype = X.shape[0], len(bias), bias.dtype
+        self.weight, self.bias, self.scaling, self.factor = weight, bias, scaling, factor
         self.rows, self.kernels = as_rows(X), kernels_for("cpu")
-        self.transposed = None if fitted.sparse_weight is None else fitted.sparse_weight.T.tocsr()
+        self.transposed = weight.T.tocsr() if sp.issparse(weight) else None
         self.every = torch.arange(self.n_classes)
-        if self.scaling is not None and isinstance(self.rows, SparseRows):
-            self.rows = self.scaling.apply(self.rows, self.rows.values.dtype)
+        if scaling is not None and isinstance(self.rows, SparseRows):
+            self.rows = scaling.apply(self.rows, self.rows.values.dtype)
+            if scaling.centre.any():  # sparse rows stay sparse: what their zeros are worth goes to the biases
+                self.bias = bias.double() - self._of_centres(scaling)
+
+    @classmethod
+    def of(cls, X: Any, fitted: Fitted) -> LinearScores:
+        weight = fitted.parameters.weight if fitted.sparse_weight is None else fitted.sparse_weight
+        return cls(X, weight, fitted.parameters.bias, fitted.scaling, fitted.factor)
 
     def __call__(self, start: int, stop: int) -> Tensor:
         psi = self._product(start, stop)
@@ -51,6 +60,12 @@ class LinearScores:
             psi = psi.double()
             psi[overflowed] = torch.from_numpy(self._of_large(start + overflowed))
         return psi
+
+    def _of_centres(self, scaling: FeatureScaling) -> Tensor:
+        used = np.flatnonzero(scaling.centre)
+        with np.errstate(over="ignore"):
+            centre = scaling.centre[used] / scaling.scale[used]
+        return torch.from_numpy(np.concatenate([weights @ centre for weights in self._weights(used)]))
 
     def _block(self, rows: np.ndarray) -> np.ndarray:
         """These rows in the units of the weights, dense, float64."""
@@ -65,7 +80,11 @@ class LinearScores:
             if self.scaling is not None and isinstance(X, DenseRows):
                 X, rows = DenseRows(self._block(rows).astype(X.values.dtype)), np.arange(stop - start)
             if self.transposed is None:
-                return self.kernels.shared_scores(X, rows, self.every, self.weight, self.bias)
+                if self.bias.dtype == self.weight.dtype:
+                    return self.kernels.shared_scores(X, rows, self.every, self.weight, self.bias)
+                without = torch.zeros_like(self.bias, dtype=self.dtype)
+                psi = self.kernels.shared_scores(X, rows, self.every, self.weight, without)
+                return (psi.double() + self.bias).to(self.dtype)
             if isinstance(X, SparseRows):
                 block: Any = sp.csr_matrix((X.values, X.indices, X.indptr), shape=(X.n_rows, X.n_features), copy=False)
                 product = block[start:stop] @ self.transposed
@@ -104,13 +123,23 @@ class LinearScores:
 
 
 def published(fitted: Fitted) -> tuple[Any, np.ndarray]:
-    """coef_ and intercept_ as scikit-learn has them, of X in its own units; with more than two classes and features
-    that were not scaled they are the weights themselves, not a copy."""
+    """coef_ and intercept_ as scikit-learn has them, of X in its own units; with a preset the weights themselves, not
+    a copy."""
     weight = fitted.parameters.weight.numpy() if fitted.sparse_weight is None else fitted.sparse_weight
     bias = fitted.parameters.bias.numpy()
     if fitted.scaling is not None or fitted.factor != 1.0:
         weight, bias = _of_own_units(fitted, weight, bias)
-    return (weight[1:] - weight[:1], bias[1:] - bias[:1]) if len(bias) == 2 else (weight, bias)
+    if len(bias) == 2:
+        return weight[1:] - weight[:1], bias[1:] - bias[:1]
+    if is_centred(fitted):
+        weight, bias = weight - weight.mean(0, dtype=np.float64).astype(weight.dtype), bias - bias.mean()
+    return weight, bias
+
+
+def is_centred(fitted: Fitted) -> bool:
+    """Whether coefficients and scores are shown with a mean of zero over the classes, which changes no probability: not
+    where somebody has written them, and not where zeros are to be kept."""
+    return fitted.centred and fitted.sparse_weight is None
 
 
 def _of_own_units(fitted: Fitted, weight: Any, bias: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -158,6 +187,7 @@ def take_up(fitted: Fitted, coef: Any, intercept: Any) -> None:
     coef_now, intercept_now = published(fitted)
     if same(intercept, intercept_now) and same(coef, coef_now):
         return
+    fitted.centred = False
     weight, bias = of_all_classes(coef), of_all_classes(intercept)
     if fitted.scaling is not None or fitted.factor != 1.0:
         scaling = fitted.scaling or FeatureScaling.identity(weight.shape[1])

@@ -73,6 +73,19 @@ def _is_window(value: Any) -> bool:
         return False
 
 
+def _is_found(value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"variance", "factor", "loss", "n_folds", "why"}
+        and all(_is_number(value[name]) and value[name] > 0 for name in ("variance", "factor"))
+        and (value["loss"] is None or _is_number(value["loss"]))
+        and _whole(LARGEST)(value["n_folds"])
+        and isinstance(value["why"], str)
+    )
+
+
 def _are_seconds(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -101,6 +114,10 @@ DESCRIPTION: dict[str, Check] = {
     "torn": (lambda value: type(value) is bool, "true or false"),
     "plan": (_is_plan, f"null, or {len(Plan._fields)} counts of iterations and rows"),
     "window": (_is_window, "a number in hexadecimal and two counts"),
+    "factor": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "found": (_is_found, "null, or a variance and how it was found"),
+    "centred": (lambda value: type(value) is bool, "true or false"),
+    "converged": (lambda value: type(value) is bool, "true or false"),
     "training_seconds": (lambda value: value is None or (_is_number(value) and value >= 0), "a number >= 0 or null"),
     "fit_seconds": (_are_seconds, f"seconds by {', '.join(SECONDS)}"),
 }
@@ -111,6 +128,10 @@ LATER: dict[str, Any] = {  # the first files lack these
     "torn": False,
     "plan": None,
     "window": [(0.0).hex(), 0, 0],
+    "factor": 1.0,
+    "found": None,
+    "centred": False,
+    "converged": True,
     "training_seconds": None,
     "fit_seconds": {},
 }
@@ -167,6 +188,8 @@ def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], p
     if "best" in groups:
         like = {"best.weight": Entry("weights", ("K", "D")), "best.bias": Entry("weights", ("K",))}
         layout.check(groups.pop("best"), like, sizes, weight.dtype)
+    if "scaling" in groups:
+        check_scaling(groups.pop("scaling"), sizes, weight.dtype)
     for group in groups.values():
         raise LayoutError(next(iter(group))[:60], "no such array", "one")
 
@@ -210,12 +233,13 @@ def check_parameter_values(parameters: dict[str, Any], K: int, D: int, rows_seen
 def check_states(
     groups: dict[str, dict[str, Tensor]], optimizer: Any, sizes: dict[str, int], weights: torch.dtype
 ) -> None:
-    """One or two numbers for each weight, or one for each row of weights; as many for each bias."""
+    """None where no steps were taken; else one or two numbers for each weight, or one for each row of weights; as many
+    for each bias."""
     of_weights, of_biases = groups.pop("weight_state", {}), groups.pop("bias_state", {})
     n = len(of_weights)
-    if not 1 <= n <= 2 or len(of_biases) != n:
+    if not 0 <= n <= 2 or len(of_biases) != n:
         raise LayoutError(
-            "weight_state", "one or two arrays, and as many of bias_state", f"{n} and {len(of_biases)}"
+            "weight_state", "up to two arrays, and as many of bias_state", f"{n} and {len(of_biases)}"
         )  # fmt: skip
     rowwise = n == 1 and of_weights.get("weight_state.0", torch.empty(0)).ndim == 1
     own_rule = isinstance(optimizer, RowOptimizer) and type(optimizer) not in OURS
@@ -226,6 +250,17 @@ def check_states(
         # Sums of squares; only the first of Adam's two, a mean of gradients, may be negative.
         low = [-math.inf if own_rule or (n == Adam().n_states and i == 0) else 0.0 for i in range(n)]
         layout.check(found, {f"{kind}.{i}": Entry("weights", shape, low[i]) for i in range(n)}, sizes, weights)
+
+
+def check_scaling(found: Mapping[str, Tensor], sizes: dict[str, int], weights: torch.dtype) -> None:
+    """Centres and positive scales of all features."""
+    smallest = math.ulp(0.0)
+    entries = {
+        "scaling.centre": Entry("float64", ("D",)),
+        "scaling.scale": Entry("float64", ("D",), smallest),
+        "scaling.activity": Entry("float64", ("D",), 0.0, 1.0 + 1e-9),
+    }
+    layout.check(found, entries, sizes, weights)
 
 
 def check_history(columns: Mapping[str, Tensor], steps: int, weights: torch.dtype) -> None:

@@ -82,7 +82,7 @@ def by_cross_validation(
     one_unit = None if fitted.scaling is None or not settings.direct else fitted.scaling.in_one_unit()
     for scaling in (fitted.scaling,) if one_unit is None else (fitted.scaling, one_unit):
         in_units = rows.X if scaling is None or scaling is fitted.scaling else scaling.apply(X, rows.X.values.dtype)
-        basis = Basis.of(in_units, active, centred=settings.fit_intercept)
+        basis = Basis.of(in_units, active, weight, centred=settings.fit_intercept)
         path = Path(
             basis, order, codes, weight, shape.n_classes, fitted.seed, stop_asked, with_factor=settings.direct,
             fit_intercept=settings.fit_intercept,
@@ -153,32 +153,41 @@ class Branches:
         return active[kept], active[out]
 
     def search(self) -> Found:
-        start = self.begin()
-        branches = {e: self.branch(start, e) for e in (0, 2, -2)}
-        judged = {e: self.judge(branch) for e, branch in branches.items()}
-        e = next((other for other in (2, -2) if self.is_better(judged, other, 0)), 0)
-        step, n_moves = e, MOST_MOVES if e else 0
-        for _ in range(n_moves):
-            start = branches[e]
-            branches = {near: self.branch(start, near) for near in (e, e + step)}
-            judged = {near: self.judge(branch) for near, branch in branches.items()}
-            if self.stop_asked() or not self.is_better(judged, e + step, e):
+        e, branch, losses = self.best_of(self.begin(), 0, (2, -2))
+        step = e
+        for _ in range(MOST_MOVES if step else 0):
+            before = e
+            e, branch, losses = self.best_of(branch, e, (e + step,))
+            if e == before or self.stop_asked():
                 break
-            e += step
-        factor, losses = self.at_the_end(branches[e], e) if self.with_factor else (1.0, judged[e][1])
+        factor, losses = self.at_the_end(branch, e) if self.with_factor else (1.0, losses)
         loss = float(losses.mean())
         return Found(self.variance(e), factor, loss, 1, f"{len(self.left_out):,} rows held out: loss {loss:.4f}")
+
+    def best_of(self, start: Fitted, e: int, others: tuple[int, ...]) -> tuple[int, Fitted, np.ndarray]:
+        """From one start, at variance e or the first of the others that is better: (which, the branch, its losses).
+        No more than COPIES of the weights are alive at once."""
+        branch = self.branch(start, e)
+        _, losses = self.judge(branch)
+        for other in others:
+            tried = self.branch(start, other)
+            _, tried_losses = self.judge(tried)
+            if self.is_better(tried_losses, losses, weaker=other > e):
+                return other, tried, tried_losses
+            del tried
+        return e, branch, losses
 
     def at_the_end(self, branch: Fitted, e: int) -> tuple[float, np.ndarray]:
         """The factor after as many steps as the fit will take, since it falls while the weights still grow."""
         left = self.n_iter - branch.clock.iteration
         return self.judge(self.advance(branch, self.variance(e), left) if left > 0 else branch)
 
-    def is_better(self, judged: dict[int, tuple[float, np.ndarray]], e: int, than: int) -> bool:
-        losses = judged[than][1]
-        gain = losses - judged[e][1]
+    @staticmethod
+    def is_better(losses: np.ndarray, than: np.ndarray, *, weaker: bool) -> bool:
+        """A stronger prior needs no evidence, a weaker one some: its errors are the worse ones."""
+        gain = than - losses
         evidence = EVIDENCE * gain.std() / math.sqrt(len(gain))
-        return bool(gain.mean() > (max(WORTH_SHARE * losses.mean(), evidence) if e > than else 0.0))
+        return bool(gain.mean() > (max(WORTH_SHARE * than.mean(), evidence) if weaker else 0.0))
 
     def begin(self) -> Fitted:
         shape = self.shape

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from ._version import __version__
 from .atomic import target_of
+from .cross_validation import Found
 from .encoding import EncodingError, decode, encode
+from .features import FeatureScaling
 from .files import ModelFileError, load_model, pack_names, save_model, unpack_names
 from .fitting import TORN, Fitted
 from .kernels.reference import Parameters
@@ -78,6 +80,7 @@ def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[s
         **{f"sampler.{name}": value for name, value in fitted.sampler.items()},
         **{f"history.{name}": torch.tensor(fitted.run.history[name], dtype=torch.float64) for name in HISTORY},
         **pack_names("classes", estimator.classes_),
+        **({} if fitted.scaling is None else fitted.scaling.tensors("scaling.")),
         **{name: kept.cpu() for name, kept in zip(BEST, fitted.run.best_parameters or (), strict=False)},
     }
     parameters = estimator.get_params(deep=False)
@@ -98,6 +101,10 @@ def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[s
         "torn": fitted.torn,
         "plan": fitted.run.plan,  # of a fit that was cut short, as is the window
         "window": [fitted.run.window.bound.hex(), fitted.run.window.rows, fitted.run.window.floor_hits],
+        "factor": fitted.factor,
+        "found": None if fitted.found is None else encode_found(fitted.found),
+        "centred": fitted.centred,
+        "converged": fitted.converged,
         "training_seconds": fitted.run.seconds,
         "fit_seconds": fitted.seconds,
     }
@@ -168,6 +175,11 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
     fitted.run.history = {name: history.get(name, missing[:]) for name in HISTORY}
     fitted.run.stopped_early = description["stopped_early"]
     fitted.torn = description["torn"]
+    fitted.factor, fitted.centred = float(description["factor"]), description["centred"]
+    fitted.converged = description["converged"]
+    fitted.found = None if description["found"] is None else decode_found(description["found"])
+    if "scaling.scale" in tensors:
+        fitted.scaling = FeatureScaling.from_tensors(_named("scaling.", tensors))
     fitted.run.plan = None if description["plan"] is None else Plan(*description["plan"])
     bound, n_rows, floor_hits = description["window"]
     fitted.run.window = Window(float.fromhex(bound), n_rows, floor_hits)
@@ -180,6 +192,16 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
     if BEST[0] in tensors:
         fitted.run.best_parameters = (tensors[BEST[0]], tensors[BEST[1]])
     return fitted
+
+
+def encode_found(found: Found) -> dict[str, Any]:
+    """JSON has no NaN: where nothing was judged the loss is null."""
+    loss = found.loss if math.isfinite(found.loss) else None
+    return vars(found) | {"loss": loss, "variance": float(found.variance), "factor": float(found.factor)}
+
+
+def decode_found(entry: dict[str, Any]) -> Found:
+    return Found(**entry | {"loss": math.nan if entry["loss"] is None else entry["loss"]})
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from .progress import TrainingProgress
 from .seeds import StepGenerators, mix, mix_all
 from .vem import Problem, State, StepInfos, at_once, steps
 
-SECONDS = ("prepare", "compile", "train", "validate", "look")
+SECONDS = ("prepare", "search", "compile", "train", "validate", "look")
 HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
 
 

@@ -47,7 +47,7 @@ FOLDER = "augment-reduce-kernels"
 GENERATIONS = 4  # folders of other versions of the sources that are kept
 # Modules of kernels begin so. Whatever else they import from, constants for one, is named below: a test looks.
 KERNELS = "_cpu_"
-IMPORTED = ("gaussian", "kernels.rows", "noise", "optim", "seeds")
+IMPORTED = ("gaussian", "kernels.rows", "kernels.threads", "noise", "optim", "seeds")
 # Settings of Numba that change the code it makes.
 FLAGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "CPU_NAME", "CPU_FEATURES")
 

@@ -60,6 +60,10 @@ class DeviceRows:
     def n_features(self) -> int:
         return self.source.n_features
 
+    @property
+    def n_nonzero(self) -> int:
+        return self.source.n_nonzero
+
     def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
         return self.source.feature_counts(rows)
 

@@ -1,0 +1,393 @@
+"""The defaults on problems of many kinds, beside a tuned fit of ours and beside other libraries.
+
+    python benchmarks/studies/zoo.py --seeds 0 1 2 --output benchmarks/results/zoo.csv    # fits what is not there yet
+    python benchmarks/studies/zoo.py --summary benchmarks/results/zoo.csv --figure docs/images/zoo.png
+
+`zoo_problems.py` has the problems. Half of them have chosen the rules of `defaults.py`, the other half only reports.
+Test rows choose nothing: what is tuned is tuned on a part of the training rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import peers
+from common import append, machine, versions
+from zoo_problems import ZOO, Problem
+
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, first_prior_variance, is_small
+from augment_reduce.kernels.rows import as_rows
+from augment_reduce.noise import resolve_noise
+
+COLUMNS = (
+    "problem", "half", "N", "D", "K", "seed", "learner", "log_likelihood", "precision_at_1", "precision_at_5",
+    "seconds", "note", "date", "machine", "versions",
+)  # fmt: skip
+CEILING, LOGISTIC = "ours-tuned", "sklearn-tuned"
+OURS = ("ours-softmax", "ours-probit", "ours-logistic")
+GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+MOST_TESTED = 5_000
+Result = tuple[float, float, float, float, str]  # log likelihood, precision at 1 and 5, seconds, note
+
+
+# ---- what is measured ----
+
+
+def measured(proba: Callable[[Any], np.ndarray], problem: Problem, seconds: float, note: str) -> Result:
+    """From probabilities of all classes, of some rows at a time."""
+    n, step = len(problem.test_y), max(1, 20_000_000 // problem.n_classes)
+    own, first, five = [], [], []
+    for begin in range(0, n, step):
+        p, y = proba(problem.test_X[begin : begin + step]), problem.test_y[begin : begin + step]
+        label = p[np.arange(len(y)), y]
+        own.append(label)
+        above = (p > label[:, None]).sum(1)
+        first.append(above == 0)
+        five.append(above < 5)
+    log_p = np.log(np.maximum(np.concatenate(own), 1e-300)).mean()
+    return float(log_p), float(np.concatenate(first).mean()), float(np.concatenate(five).mean()), seconds, note
+
+
+def ours(problem: Problem, seed: int, model: str) -> Result:
+    clf = AugmentReduceClassifier(model, random_state=seed)
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        clf.fit(problem.X, problem.y)
+    seconds = time.perf_counter() - started - clf.fit_seconds_["compile"]
+    warned = " ".join(sorted({each.category.__name__ for each in found}))
+    prior = "none" if clf.prior_variance_ is None else f"{clf.prior_variance_:.3g}"
+    note = f"v {prior} temperature {clf.temperature_:.3g} {warned}".strip()
+    return measured(clf.predict_proba, problem, seconds, note)
+
+
+# ---- tuned ----
+
+
+def parts(problem: Problem, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows to train on, rows to choose by): a tenth, a fifth of few."""
+    n = len(problem.y)
+    order = np.random.default_rng([seed, 7]).permutation(n)
+    out = order[: max(1, min(5_000, n // (10 if n > 1_000 else 5)))]
+    kept = np.setdiff1d(order, out)
+    return kept, out[np.isin(problem.y[out], problem.y[kept])]
+
+
+def scaled(problem: Problem) -> Problem:
+    """What a careful user does first: standardise dense columns, bring the non-zeros of sparse rows to size one."""
+    if sp.issparse(problem.X):
+        unit = np.sqrt((problem.X.data.astype(np.float64) ** 2).mean())
+        own, test = (sp.csr_matrix(X / unit, dtype=np.float32) for X in (problem.X, problem.test_X))
+        return Problem(own, problem.y, test, problem.test_y)
+    scaler = StandardScaler().fit(problem.X)
+    return Problem(scaler.transform(problem.X), problem.y, scaler.transform(problem.test_X), problem.test_y)
+
+
+def tuned(problem: Problem, seed: int) -> Result:
+    """Softmax: the prior by factors of four, then the rate, on validation rows; then all rows with what was best."""
+    started, problem = time.perf_counter(), scaled(problem)
+    kept, out = parts(problem, seed)
+    gumbel, shape = resolve_noise("softmax"), Shape.of(as_rows(problem.X[kept]), problem.n_classes)
+    found: dict[tuple[float, float | None], float] = {}
+
+    def fit(X: Any, y: np.ndarray, v: float, rate: float | None) -> AugmentReduceClassifier:
+        options = {} if rate is None else {"learning_rate": rate}
+        clf = AugmentReduceClassifier(
+            prior_variance=v, random_state=seed, feature_scaling=False, **options
+        )  # fmt: skip
+        return clf.fit(X, y)
+
+    def at(v: float, rate: float | None) -> float:
+        if (v, rate) not in found:
+            clf = fit(problem.X[kept], problem.y[kept], v, rate)
+            found[v, rate] = clf.log_likelihood(problem.X[out], problem.y[out])
+        return found[v, rate]
+
+    v = first_prior_variance(gumbel, shape)
+    step = 4.0 if at(4.0 * v, None) > at(v, None) else 0.25
+    for _ in range(8):
+        if at(v * step, None) <= at(v, None):
+            break
+        v *= step
+    rate = None
+    if not is_small(gumbel, shape):
+        usual = default_adagrad(None, gumbel, shape, default_batch_size(shape)).learning_rate
+        rate = max((None, 0.4 * usual, 2.5 * usual), key=lambda rate: at(v, rate))
+    before = time.perf_counter()
+    clf = fit(problem.X, problem.y, v, rate)
+    seconds = time.perf_counter() - before
+    note = f"v {v:.3g} rate {'rule' if rate is None else f'{rate:.3g}'} of {len(found)} fits, {before - started:.0f} s"
+    return measured(clf.predict_proba, problem, seconds, note)
+
+
+def sklearn_tuned(problem: Problem, seed: int) -> Result:
+    """C on validation rows, of columns as they are and, where they are dense, standardised."""
+    kept, out = parts(problem, seed)
+    found: dict[tuple[bool, float], float] = {}
+
+    def fit(X: Any, y: np.ndarray, standardised: bool, C: float) -> Any:
+        regression = LogisticRegression(C=C, max_iter=300, tol=1e-5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return (make_pipeline(StandardScaler(), regression) if standardised else regression).fit(X, y)
+
+    started = time.perf_counter()
+    for standardised in (False,) if sp.issparse(problem.X) else (False, True):
+        best, falls = -np.inf, 0
+        for C in GRID:
+            model = fit(problem.X[kept], problem.y[kept], standardised, C)
+            found[standardised, C] = peers.mean_log_likelihood(model, problem.X[out], problem.y[out])
+            falls = falls + 1 if found[standardised, C] < best else 0
+            best = max(best, found[standardised, C])
+            if falls == 2:
+                break
+    standardised, C = max(found, key=found.__getitem__)
+    before = time.perf_counter()
+    model = fit(problem.X, problem.y, standardised, C)
+    seconds = time.perf_counter() - before
+    note = f"C {C:g}{' standardised' if standardised else ''}, {before - started:.0f} s of tuning"
+    return measured(model.predict_proba, problem, seconds, note)
+
+
+# ---- other libraries ----
+
+
+def of_peers(problem: Problem, seed: int, name: str) -> Result:
+    if not sp.issparse(problem.X):
+        raise NotApplicable("dense rows")
+    X, test = (sp.csr_matrix(M, dtype=np.float32) for M in (problem.X, problem.test_X))
+    n, K = len(problem.y), problem.n_classes
+    sets = sp.csr_matrix((np.ones(n, np.float32), problem.y, np.arange(n + 1)), (n, K))
+    task = SimpleNamespace(
+        X=X, y=problem.y, test_X=test, test_y=problem.test_y, rows_X=test, rows_train=X, sets_train=sets, n_classes=K,
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trained = peers.PEERS[name][1](task, Path(folder), 600.0)
+    found = peers.likelihood(trained)
+    hit = trained.top == problem.test_y[:, None]
+    note = "normalised scores" if trained.normalised else ""
+    log_p = next(value for key, value in found.items() if key.startswith("log lik"))
+    return log_p, float(hit[:, 0].mean()), float(hit[:, :5].any(1).mean()), trained.seconds, note
+
+
+def lightgbm(problem: Problem, seed: int) -> Result:
+    """With its own defaults."""
+    import lightgbm as library
+
+    if sp.issparse(problem.X) or problem.n_classes > 60:
+        raise NotApplicable("sparse rows, or many classes")
+    started = time.perf_counter()
+    model = library.LGBMClassifier(verbose=-1, n_jobs=2, random_state=seed).fit(problem.X, problem.y)
+    return measured(model.predict_proba, problem, time.perf_counter() - started, "")
+
+
+class NotApplicable(Exception):
+    """This learner is not for such a problem."""
+
+
+LEARNERS: dict[str, Callable[[Problem, int], Result]] = {
+    **{f"ours-{name}": lambda p, s, name=name: ours(p, s, name) for name in ("softmax", "probit", "logistic")},  # type: ignore[misc]
+    CEILING: tuned,
+    LOGISTIC: sklearn_tuned,
+    **{
+        name: lambda p, s, name=name: of_peers(p, s, name)  # type: ignore[misc]
+        for name in ("pecos", "omikuji", "napkinxc-plt", "fasttext")
+    },
+    "lightgbm": lightgbm,
+}
+
+
+def limited(problem: Problem, seed: int) -> Problem:
+    """At most MOST_TESTED test rows."""
+    rows = np.random.default_rng([seed, 8]).permutation(len(problem.test_y))[:MOST_TESTED]
+    return Problem(problem.X, problem.y, problem.test_X[rows], problem.test_y[rows])
+
+
+def run(options: argparse.Namespace) -> None:
+    done: set[tuple[str, int, str]] = set()
+    if options.output and options.output.exists():
+        with open(options.output, newline="") as file:
+            done = {(row["problem"], int(row["seed"]), row["learner"]) for row in csv.DictReader(file)}
+    for entry in ZOO:
+        if entry.name not in (options.problems or (entry.name,)) or options.half not in (entry.half, "both"):
+            continue
+        for seed in options.seeds:
+            missing = [name for name in options.learners if (entry.name, seed, name) not in done]
+            if not missing:
+                continue
+            try:
+                problem = limited(entry.make(options.data, seed), seed)
+            except (FileNotFoundError, OSError) as error:
+                print(f"{entry.name}: left out, {error}", flush=True)
+                break
+            for name in missing:
+                row = one(entry.name, entry.half, problem, seed, name, options.cap)
+                if row and options.output:
+                    append(options.output, COLUMNS, [row])
+
+
+def one(name: str, half: str, problem: Problem, seed: int, learner: str, cap: float) -> dict[str, Any] | None:
+    D = problem.X.shape[1]
+    head = {"problem": name, "half": half, "N": len(problem.y), "D": D, "K": problem.n_classes, "seed": seed}
+    try:
+        with peers.at_most(cap):
+            log_p, p1, p5, seconds, note = LEARNERS[learner](problem, seed)
+    except (NotApplicable, ImportError, KeyError):
+        return None
+    except peers.TimeUp:
+        log_p = p1 = p5 = float("nan")
+        seconds, note = cap, f"not done after {cap:.0f} s"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    row = head | {
+        "learner": learner, "log_likelihood": f"{log_p:.5f}", "precision_at_1": f"{p1:.4f}",
+        "precision_at_5": f"{p5:.4f}", "seconds": f"{seconds:.2f}", "note": note,
+        "date": time.strftime("%Y-%m-%d"), "machine": machine(), "versions": versions(),
+    }  # fmt: skip
+    print(f"{name} {seed} {learner}: {log_p:.4f} {p1:.3f} {p5:.3f}, {seconds:.1f} s, {note}", flush=True)
+    return row
+
+
+# ---- summary ----
+
+
+def means(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """problem -> learner -> means over seeds."""
+    groups: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            groups[row["problem"], row["learner"]].append(row)
+    table: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for (name, learner), rows in groups.items():
+        numbers = {
+            key: float(np.mean([float(row[key]) for row in rows]))
+            for key in ("log_likelihood", "precision_at_1", "precision_at_5", "seconds")
+        }
+        table[name][learner] = numbers | {key: rows[0][key] for key in ("half", "N", "D", "K")}
+    return table
+
+
+def regret(found: dict[str, dict[str, Any]], learner: str, against: str) -> float:
+    """By how much the loss is larger than that of another, as a share of it."""
+    if learner not in found or against not in found:
+        return float("nan")
+    loss, other = -found[learner]["log_likelihood"], -found[against]["log_likelihood"]
+    return (loss - other) / max(other, 1e-9)
+
+
+def summary(path: Path) -> str:
+    table = means(path)
+    learners = [name for name in LEARNERS if any(name in found for found in table.values())]
+    lines = ["| problem (half) | N x D, K | " + " | ".join(learners) + " |", "|---" * (len(learners) + 2) + "|"]
+    for name, found in table.items():
+        of = next(iter(found.values()))
+        cells = [
+            f"{found[x]['log_likelihood']:.3f} / {found[x]['precision_at_1']:.3f}, {found[x]['seconds']:.1f} s"
+            if x in found
+            else ""
+            for x in learners
+        ]
+        lines.append(f"| {name} ({of['half']}) | {of['N']} x {of['D']}, {of['K']} | " + " | ".join(cells) + " |")
+    for half in ("choose", "report"):
+        own = {name: found for name, found in table.items() if next(iter(found.values()))["half"] == half}
+        for against in (CEILING, LOGISTIC):
+            values = np.array([regret(found, OURS[0], against) for found in own.values()])
+            values = values[np.isfinite(values)]
+            if len(values):
+                lines.append(
+                    f"\n{half}, against {against}: regret median {np.median(values):.2%}, worst {values.max():.2%}, "
+                    f"at least as good on {(values <= 0).mean():.0%} of {len(values)}"
+                )
+        gaps = np.array([precision_gap(found) for found in own.values()])
+        gaps = gaps[np.isfinite(gaps)]
+        if len(gaps):
+            lines.append(
+                f"\n{half}, precision at 1 against the best other library: at least equal on {(gaps >= 0).mean():.0%} "
+                f"of {len(gaps)}, worst {gaps.min():+.3f}"
+            )
+    return "\n".join(lines)
+
+
+def precision_gap(found: dict[str, dict[str, Any]]) -> float:
+    """Ours minus the best other library's."""
+    others = [v["precision_at_1"] for name, v in found.items() if not name.startswith("ours")]
+    if OURS[0] not in found or not others:
+        return float("nan")
+    return found[OURS[0]]["precision_at_1"] - float(np.nanmax(others))
+
+
+def figure(path: Path, target: Path) -> None:
+    """Regret in log likelihood against the best learner of each problem, a line a problem."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = {name: found for name, found in means(path).items() if OURS[0] in found}
+    axes = plt.subplots(figsize=(9, 0.3 * len(table) + 1.5))[1]
+    shown = {
+        OURS[0]: ("o", "C0"), CEILING: ("|", "C0"), LOGISTIC: ("x", "C1"), "lightgbm": ("^", "C2"),
+        "napkinxc-plt": ("s", "C3"), "omikuji": ("d", "C4"), "pecos": ("v", "C5"), "fasttext": ("+", "C6"),
+    }  # fmt: skip
+    names = sorted(table, key=lambda name: (next(iter(table[name].values()))["half"], name), reverse=True)
+    for learner, (marker, colour) in shown.items():
+        points = []
+        for at, name in enumerate(names):
+            losses = {x: -v["log_likelihood"] for x, v in table[name].items() if np.isfinite(v["log_likelihood"])}
+            if learner in losses:
+                best = max(min(losses.values()), 1e-3)
+                points.append((min(1.0, max(losses[learner] / best - 1.0, 1e-4)), at))
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, color=colour, label=learner, markersize=7, fillstyle="none")
+    labels = [f"{name} ({next(iter(table[name].values()))['half']})" for name in names]
+    axes.set_yticks(range(len(names)), labels, fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlabel("regret in log likelihood against the best learner (1 and above at the edge)")
+    axes.axvline(0.01, color="0.7", linewidth=0.8)
+    axes.grid(axis="y", color="0.9")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=4, frameon=False)
+    axes.figure.savefig(target, dpi=150, bbox_inches="tight")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2].parent / "shared" / "data")
+    parser.add_argument("--problems", nargs="+", choices=[entry.name for entry in ZOO])
+    parser.add_argument("--half", choices=("choose", "report", "both"), default="both")
+    parser.add_argument("--learners", nargs="+", choices=list(LEARNERS), default=list(LEARNERS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--cap", type=float, default=900.0, help="seconds that a learner may take, tuning included")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--summary", type=Path)
+    parser.add_argument("--figure", type=Path)
+    options = parser.parse_args(arguments)
+    if options.summary:
+        print(summary(options.summary))
+        if options.figure:
+            figure(options.summary, options.figure)
+        return
+    run(options)
+
+
+if __name__ == "__main__":
+    main()
