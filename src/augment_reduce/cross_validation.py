@@ -167,11 +167,12 @@ def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
 def best_factor(scores: np.ndarray, labels: np.ndarray, weight: np.ndarray) -> tuple[float, np.ndarray]:
     """(a, the loss of each row with scores times a); see the top of this module."""
     rows = np.arange(len(labels))
-    scores = scores - scores.max(1, keepdims=True)
-    own = scores[rows, labels]
-    others = scores.copy()
+    own, others = scores[rows, labels], scores.astype(np.float32)
     others[rows, labels] = -np.inf
     margin = own - others.max(1)
+    others[rows, labels] = own
+    others -= others.max(1, keepdims=True)
+    of_label = others[rows, labels].astype(np.float64)
     nodes, share = np.polynomial.hermite_e.hermegauss(9)
     blurred = margin[:, None] + BLUR * margin.std() * weight.sum() ** -0.2 * nodes
     share = share / share.sum()
@@ -179,7 +180,8 @@ def best_factor(scores: np.ndarray, labels: np.ndarray, weight: np.ndarray) -> t
     def objective(log_a: float) -> float:
         a = math.exp(log_a)
         of_blur = np.logaddexp(0.0, -a * blurred) @ share - np.logaddexp(0.0, -a * margin)
-        return float(weight @ (losses_at(a, scores, labels) + of_blur)) + PULL * log_a * log_a
+        losses = np.log(np.exp(np.float32(a) * others).sum(1, dtype=np.float64)) - a * of_label
+        return float(weight @ (losses + of_blur)) + PULL * log_a * log_a
 
     bounds = (math.log(0.2), math.log(30.0))
     a = math.exp(minimize_scalar(objective, bounds=bounds, method="bounded", options={"xatol": 0.01}).x)

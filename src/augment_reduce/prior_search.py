@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from . import fitting, limits
-from .cross_validation import EVIDENCE, Found, Path, best_factor, canonical_order
+from .cross_validation import EVIDENCE, Found, Path, best_factor, canonical_order, losses_at
 from .defaults import Settings, Shape, is_small, relative_variance, resolve
 from .direct import Basis
 from .features import FeatureScaling
@@ -30,10 +30,10 @@ from .seeds import mix
 
 HELD_OUT, FEWEST_HELD_OUT = 0.1, 50
 FEWEST_EPOCHS = 5  # of a fit whose prior is searched by training
-WARM_EPOCHS, BRANCH_EPOCHS, WARM_STEPS, BRANCH_STEPS = 2, 1, 400, 200  # at least
+WARM_EPOCHS, BRANCH_EPOCHS, WARM_STEPS, BRANCH_STEPS = 2, 1, 400, 200  # at most a fifth and a tenth of the fit
 MOST_MOVES = 2
 WORTH_SHARE = 0.002  # of the loss, that a weaker prior has to gain
-JUDGED_PAIRS, FEWEST_JUDGED = 5_000_000, 1_000  # (row, class) pairs, and rows, that are judged
+JUDGED_PAIRS, FEWEST_JUDGED = 2_000_000, 500  # (row, class) pairs, and rows, that are judged
 COPIES = 3  # of weights and their state that are alive at once
 
 StopAsked = Callable[[], bool]
@@ -121,11 +121,9 @@ class Branches:
         self.settings = resolve(own, noise, shape, rows.torch_dtype)
         self.active, self.left_out = self.hold_out(rows.active())
         per_epoch = -(-len(self.active) // self.settings.batch_size)
-        self.per_branch = max(BRANCH_EPOCHS * per_epoch, min(BRANCH_STEPS, settings.max_iter // 10))
-        self.warm = max(WARM_EPOCHS * per_epoch, min(WARM_STEPS, settings.max_iter // 5))
+        self.warm = max(1, min(max(WARM_EPOCHS * per_epoch, WARM_STEPS), settings.max_iter // 5))
+        self.per_branch = max(1, min(max(BRANCH_EPOCHS * per_epoch, BRANCH_STEPS), settings.max_iter // 10))
         weights = fitted.parameters.weight
-        self.n_iter = -(-settings.max_iter * per_epoch // max(1, -(-shape.n_rows // settings.batch_size)))
-        self.with_factor = settings.noise.name == "softmax"
         self.why_not = ""
         if settings.max_iter < FEWEST_EPOCHS * per_epoch:
             self.why_not = f"a search needs fits of {FEWEST_EPOCHS} epochs or more"
@@ -160,7 +158,7 @@ class Branches:
             e, branch, losses = self.best_of(branch, e, (e + step,))
             if e == before or self.stop_asked():
                 break
-        factor, losses = self.at_the_end(branch, e) if self.with_factor else (1.0, losses)
+        factor = max(1.0, self.judge(branch)[0])
         loss = float(losses.mean())
         return Found(self.variance(e), factor, loss, 1, f"{len(self.left_out):,} rows held out: loss {loss:.4f}")
 
@@ -168,19 +166,14 @@ class Branches:
         """From one start, at variance e or the first of the others that is better: (which, the branch, its losses).
         No more than COPIES of the weights are alive at once."""
         branch = self.branch(start, e)
-        _, losses = self.judge(branch)
+        losses = self.losses_of(branch)
         for other in others:
             tried = self.branch(start, other)
-            _, tried_losses = self.judge(tried)
+            tried_losses = self.losses_of(tried)
             if self.is_better(tried_losses, losses, weaker=other > e):
                 return other, tried, tried_losses
             del tried
         return e, branch, losses
-
-    def at_the_end(self, branch: Fitted, e: int) -> tuple[float, np.ndarray]:
-        """The factor after as many steps as the fit will take, since it falls while the weights still grow."""
-        left = self.n_iter - branch.clock.iteration
-        return self.judge(self.advance(branch, self.variance(e), left) if left > 0 else branch)
 
     @staticmethod
     def is_better(losses: np.ndarray, than: np.ndarray, *, weaker: bool) -> bool:
@@ -203,11 +196,21 @@ class Branches:
         fitting.advance(fitted, settings, self.rows, self.active, n_iter, self.options, self.stop_asked)
         return fitted
 
+    def losses_of(self, fitted: Fitted) -> np.ndarray:
+        """Each left-out row's loss with the best factor of at least one: weights that are on their way are too small,
+        and that must not be mistaken for too strong a prior. Too large ones will become larger still."""
+        factor, losses = self.judge(fitted)
+        return losses if factor >= 1.0 else losses_at(1.0, *self.scores_of(fitted))
+
     def judge(self, fitted: Fitted) -> tuple[float, np.ndarray]:
-        """The best factor, and each left-out row's loss with it: weights that are on their way are too
-        small, and that must not be mistaken for too strong a prior."""
+        """The best factor, and each left-out row's loss with it."""
+        scores, labels = self.scores_of(fitted)
+        return best_factor(scores, labels, np.ones(len(labels)))
+
+    def scores_of(self, fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
+        """(scores, labels) of the rows left out."""
         rows, parameters = self.left_out, fitted.parameters
         every = torch.arange(self.shape.n_classes)
         kernels = fitting.kernels_for("cpu")
         scores = kernels.shared_scores(self.rows.X, rows, every, parameters.weight, parameters.bias)
-        return best_factor(scores.double().numpy(), self.rows.codes[rows].astype(np.int64), np.ones(len(rows)))
+        return scores.double().numpy(), self.rows.codes[rows].astype(np.int64)
