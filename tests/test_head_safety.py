@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from augment_reduce.nn import AugmentReduceHead
+from augment_reduce.nn import _recompute as recompute
 from augment_reduce.nn.functional import linear_augment_reduce, log_prob
 
 MODELS = ["softmax", "probit", "logistic"]
@@ -185,6 +186,39 @@ def test_a_checkpoint_with_an_evaluation_in_between():
     assert torch.equal(*losses)
     torch.testing.assert_close(h[0].grad, h[1].grad)
     assert_equal(head.state_dict(), twin.state_dict())
+
+
+def test_a_checkpoint_in_eval_mode_draws_once():
+    """The gradient by the hidden rows was that of another sample than the loss."""
+    head, twin = make().eval(), make().eval()
+    hidden, target = batch()
+    ours, plain = (hidden.clone().requires_grad_() for _ in range(2))
+    loss = torch.utils.checkpoint.checkpoint(head, ours, target, use_reentrant=False)
+    loss.backward()
+    expected = twin(plain, target)
+    expected.backward()
+    assert loss == expected
+    assert torch.equal(ours.grad, plain.grad)
+    assert int(head.clock.counter) == 1
+
+
+def chunks(n, checkpointed):
+    """Gradients by the rows of n calls, whose backward passes come after all of them."""
+    head = make(optimizer=None, sparse_grad=False)
+    hidden = torch.randn(n, 3, D, generator=rng(4), requires_grad=True)
+    target = torch.randint(K, (n, 3), generator=rng(5))
+    run = torch.utils.checkpoint.checkpoint if checkpointed else (lambda f, *a, use_reentrant: f(*a))
+    sum(run(head, h, y, use_reentrant=False) for h, y in zip(hidden, target, strict=True)).backward()
+    return hidden.grad
+
+
+def test_many_checkpointed_calls_repeat_their_own_draws(monkeypatch):
+    """Beyond 64 calls the first ones got the draws of others; what is not remembered is refused."""
+    assert torch.equal(chunks(90, True), chunks(90, False))
+    monkeypatch.setattr(recompute, "REMEMBERED_NUMBERS", 0)
+    assert torch.equal(chunks(64, True), chunks(64, False))
+    with pytest.raises(RuntimeError, match="before the last 64 calls"):
+        chunks(65, True)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ._step import Step
 
-REMEMBERED = 64  # calls; their backward passes may come after all of them (gradient accumulation, chunks of a sequence)
+# Calls whose backward passes may come after all of them (gradient accumulation, chunks of a sequence): at least so
+# many, and more as long as their parts of q(v) have no more numbers than that (16 MB).
+REMEMBERED, REMEMBERED_NUMBERS = 64, 1 << 22
 
 
 class Call(NamedTuple):
@@ -23,6 +25,7 @@ class Call(NamedTuple):
 
     signature: tuple[Any, ...]
     tensor: int
+    training: bool
     number: int
     used: Tensor
     learned: bool
@@ -33,8 +36,10 @@ class Calls:
 
     def __init__(self) -> None:
         self.number = 0
-        self._last: deque[Call] = deque(maxlen=REMEMBERED)
-        self._open: set[int] = set()
+        self._last: deque[Call] = deque()
+        self._open: set[int] = set()  # numbers of remembered calls that have not been repeated
+        self._numbers = 0  # in all parts that are remembered
+        self._forgotten: set[tuple[Any, ...]] = set()  # signatures of calls that were dropped before they were repeated
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         return Calls()
@@ -42,29 +47,44 @@ class Calls:
     def __reduce__(self) -> tuple[Any, ...]:
         return Calls, ()
 
-    def add(self, hidden: Tensor, target: Tensor, step: Step, remember: bool) -> None:
-        """Count a call that was just made, and remember it."""
-        if remember and step.used is not None:
-            self._last.append(Call(_signature(hidden, target), target.data_ptr(), self.number, step.used, step.learn))
+    def add(self, hidden: Tensor, target: Tensor, step: Step, training: bool) -> None:
+        """Count a call that was just made, and remember it if it may be repeated."""
+        if step.used is not None and (training or torch.is_grad_enabled()):
+            signature, tensor = _signature(hidden, target), target.data_ptr()
+            self._last.append(Call(signature, tensor, training, self.number, step.used, step.learn))
             self._open.add(self.number)
+            self._numbers += step.used.numel()
+        while len(self._last) > REMEMBERED and self._numbers > REMEMBERED_NUMBERS:
+            dropped = self._last.popleft()
+            self._numbers -= dropped.used.numel()
+            if dropped.number in self._open:
+                self._open.discard(dropped.number)
+                self._forgotten.add(dropped.signature)
         self.number += 1
-        self._open.discard(self.number - 1 - REMEMBERED)
 
-    def repeated(self, hidden: Tensor, target: Tensor) -> Call | None:
+    def repeated(self, hidden: Tensor, target: Tensor, training: bool) -> Call | None:
         """The call that is being repeated, if this is one inside a backward pass; else None.
 
         It had the same shapes. The last one with the same target tensor comes first; targets that are made inside
-        the checkpointed function are new tensors, and then backward passes go through the calls from the last one on.
+        the checkpointed function are new tensors, and then backward passes go through the calls of the same mode,
+        training or not, from the last one on.
         """
         if torch._C._current_graph_task_id() == -1:
             return None
         alike = [call for call in reversed(self._last) if call.signature == _signature(hidden, target)]
         same_target = [call for call in alike if call.tensor == target.data_ptr()]
+        alike = [call for call in alike if call.training == training]
         for candidates in (same_target, alike):
             for call in candidates:
                 if call.number in self._open:
                     self._open.discard(call.number)
                     return call
+        if not same_target and _signature(hidden, target) in self._forgotten:
+            raise RuntimeError(
+                "A backward pass repeats a call of this head (torch.utils.checkpoint) that came before the last "
+                f"{len(self._last)} calls, and its draw is no longer known. Call backward() after fewer calls, with "
+                "larger chunks, or leave the head out of the checkpointed function."
+            )
         return (same_target or alike or [None])[0]
 
 

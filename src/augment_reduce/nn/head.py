@@ -132,7 +132,7 @@ class AugmentReduceHead(nn.Module):
         and moves nothing."""
         check_hidden(hidden, self.weight)
         step = self._step(hidden, target, index, sample_weight)
-        repeated = self._calls.repeated(hidden, target) if self.training else None
+        repeated = self._calls.repeated(hidden, target, self.training)
         if repeated is not None:  # by torch.utils.checkpoint
             step.counter = step.counter - (self._calls.number - repeated.number)
             step.tally = torch.zeros_like(step.tally)
