@@ -363,6 +363,17 @@ def test_sharded_weights_are_refused(one_process):
         def __init__(self):
             super().__init__()
             self.trunk, self.head = nn.Linear(D, D), make()
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_computed_by_a_hook_is_refused(wrap):
+    head = wrap(make(), "weight")  # raised KeyError
+    with refused(head):
+        head(*batch())
+    other = wrap(make(optimizer=None, sparse_grad=False), "weight")
+    other(*batch()).backward()
+    assert all(p.grad is not None for p in other.parameters())
+
+
 
         def forward(self, hidden, target):
             return self.head(self.trunk(hidden), target)

@@ -338,7 +338,8 @@ class AugmentReduceHead(nn.Module):
     def _follow(self) -> None:
         optimizer = self._modules.get("optimizer")
         if isinstance(optimizer, RowUpdate):
-            optimizer.follows = {"weight": self._parameters["weight"], "bias": self._parameters["bias"]}
+            # Old weight_norm and the like delete a parameter before they register their own: then there is none.
+            optimizer.follows = {name: self._parameters.get(name) for name in ("weight", "bias")}
 
     def _is_followed(self) -> bool:
         return self.optimizer is not None and all(
