@@ -230,6 +230,20 @@ def test_asking_for_the_gradient_by_hidden_moves_nothing(model):
 
 
 def test_a_second_backward_pass_is_refused():
+def test_asking_for_the_gradients_of_weights_moves_nothing():
+    """Code that logs gradient norms asks for all of them; the head's are None, as their `.grad` is."""
+    head = make()
+    hidden, target = batch()
+    loss = head(hidden.requires_grad_(), target)
+    before = faults.state(head)
+    found = torch.autograd.grad(loss, [hidden, *head.parameters()], retain_graph=True, allow_unused=True)
+    assert found[1:] == (None, None)
+    assert_equal(faults.state(head), before)
+    loss.backward()
+    assert torch.equal(hidden.grad, found[0])
+    assert_equal(faults.state(head), faults.one_step(making())["after"])
+
+
     head = make()
     loss = head(batch()[0].requires_grad_(), batch()[1])
     loss.backward(retain_graph=True)
@@ -257,6 +271,16 @@ def test_what_is_frozen_stands_still(which):
 
 
 def test_a_frozen_network_freezes_its_head():
+def test_what_is_frozen_before_the_backward_pass_stands_still():
+    """As a torch parameter, which gets no gradient then."""
+    head = make()
+    loss = head(batch()[0].requires_grad_(), batch()[1])
+    before = faults.state(head)
+    head.requires_grad_(False)
+    loss.backward()
+    assert_equal(faults.state(head), before)
+
+
     """`requires_grad_` of a parent does not call that of its children, only of their parameters."""
     model = nn.Sequential(nn.Linear(D, D), make())
     model.requires_grad_(False)

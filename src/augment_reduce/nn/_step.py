@@ -254,13 +254,13 @@ class BoundLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """The gradients by hidden, weight and bias, or None where the head moves these itself.
 
-        Weight and bias move if this pass asks for their gradients: `loss.backward()` does,
-        `torch.autograd.grad(loss, hidden)` does not, and neither does any pass once they are frozen.
+        Weight and bias move if this pass asks for their gradients: `loss.backward()` does, `torch.autograd.grad` does
+        not, whatever it asks for, and neither does any pass once they are frozen.
         """
         step, weight, bias = ctx.step, ctx.weight, ctx.bias
         inputs, *rest = ctx.saved_tensors  # read once: activation checkpointing frees them then
         saved = ctx.fields(*rest)
-        wanted = [_is_wanted(ctx, 1), bias is not None and _is_wanted(ctx, 2)]
+        wanted = [p is not None and p.requires_grad and _is_wanted(ctx, i) for i, p in ((1, weight), (2, bias))]
         of_weight = of_bias = None
         with torch.no_grad(), _own_precision(grad):
             if step.update is not None and any(wanted):
@@ -309,8 +309,8 @@ def _is_wanted(ctx: Any, i: int) -> bool:
     node = ctx.next_functions[i][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf in torch.autograd.grad(loss, [leaf]): asked for by name
-        return True
+    except RuntimeError:  # torch.autograd.grad(loss, [leaf]), which asks for a gradient and may not move anything
+        return bool(ctx.step.update is None)
 
 
 def _own_precision(tensor: Tensor) -> Any:
