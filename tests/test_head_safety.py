@@ -319,6 +319,16 @@ def test_second_derivatives_are_refused_where_they_were_zero():
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("sparse_grad", [False, True])
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_second_derivatives_by_weights_are_refused_too(which, sparse_grad):
+    head = make(optimizer=None, sparse_grad=sparse_grad)
+    gradient = torch.autograd.grad(head(*batch()), getattr(head, which), create_graph=True)[0]
+    assert gradient.is_sparse == sparse_grad
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        gradient.to_dense().square().sum().backward()
+
+
 def test_create_graph_for_something_else_is_fine():
     head = make(optimizer=None, sparse_grad=False)
     hidden = batch()[0].requires_grad_()

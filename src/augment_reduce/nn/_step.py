@@ -281,7 +281,7 @@ class BoundLoss(torch.autograd.Function):
             sources = (grad, inputs, weight, *(() if bias is None else (bias,)))
             grad_hidden = _OnceDifferentiable.apply(grad_hidden, *sources)
             of_weight, of_bias = (
-                x if x is None or x.is_sparse else _OnceDifferentiable.apply(x, *sources) for x in (of_weight, of_bias)
+                None if x is None else _OnceDifferentiable.apply(x, *sources) for x in (of_weight, of_bias)
             )
         return grad_hidden, of_weight, of_bias, None, None
 
@@ -291,7 +291,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+        return gradient.clone() if gradient.is_sparse else gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
