@@ -543,6 +543,20 @@ def test_a_head_without_memory_takes_a_state():
 
 
 def test_reset_parameters_begins_anew():
+@pytest.mark.parametrize("how", ["to_empty", "assign"])
+def test_the_table_of_all_classes_is_not_part_of_the_state_and_is_made_anew(how):
+    """`to_empty` left memory that nobody had written to, classes of 15 digits; `assign=True` left a meta tensor."""
+    options = {"class_sampling": "all", "n_sampled_classes": K}
+    trained = make(**options)
+    faults.steps(trained, 0)
+    head = make(**options, device="meta" if how == "assign" else None)
+    if how == "to_empty":
+        head.to_empty(device="cpu").sampler.certain.fill_(10**12)
+    head.load_state_dict(copy.deepcopy(trained.state_dict()), assign=how == "assign")
+    assert faults.steps(head, 1) == faults.steps(trained, 1)
+    assert_equal(faults.state(head), faults.state(trained))
+
+
     head = make(class_counts=torch.arange(1, K + 1), optimizer="adam", local="persistent")
     before = faults.state(head)
     faults.steps(head, 0, 1, 2)

@@ -158,6 +158,8 @@ class SharedSampler(Kept):
             _check_tables(found, self.n_classes, self.n_sampled)
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        if self.kind == EVERY:  # not in the state, and not in memory that `to_empty` gave or that is still to come
+            self.certain = torch.arange(self.n_classes, device=self.cumulative.device)
         if self._tables is not None and not self.is_meta:
             self._tables = None
         if len(missing) < len(found) + 1:  # some, not all: a state that is not whole
