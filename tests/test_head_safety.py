@@ -14,8 +14,9 @@ from head_faults import B, D, K, S, batch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from augment_reduce.nn import AugmentReduceHead
+from augment_reduce.nn import AugmentReduceHead, functional
 from augment_reduce.nn import _recompute as recompute
+from augment_reduce.nn._step import BAD_TARGETS, BAD_WEIGHTS
 from augment_reduce.nn.functional import linear_augment_reduce, log_prob
 
 MODELS = ["softmax", "probit", "logistic"]
@@ -229,7 +230,6 @@ def test_asking_for_the_gradient_by_hidden_moves_nothing(model):
     assert_equal(found["after"], faults.one_step(making(model=model))["after"])
 
 
-def test_a_second_backward_pass_is_refused():
 def test_asking_for_the_gradients_of_weights_moves_nothing():
     """Code that logs gradient norms asks for all of them; the head's are None, as their `.grad` is."""
     head = make()
@@ -244,6 +244,7 @@ def test_asking_for_the_gradients_of_weights_moves_nothing():
     assert_equal(faults.state(head), faults.one_step(making())["after"])
 
 
+def test_a_second_backward_pass_is_refused():
     head = make()
     loss = head(batch()[0].requires_grad_(), batch()[1])
     loss.backward(retain_graph=True)
@@ -270,7 +271,6 @@ def test_what_is_frozen_stands_still(which):
     assert found["gradient"].abs().sum() > 0
 
 
-def test_a_frozen_network_freezes_its_head():
 def test_what_is_frozen_before_the_backward_pass_stands_still():
     """As a torch parameter, which gets no gradient then."""
     head = make()
@@ -281,6 +281,7 @@ def test_what_is_frozen_before_the_backward_pass_stands_still():
     assert_equal(faults.state(head), before)
 
 
+def test_a_frozen_network_freezes_its_head():
     """`requires_grad_` of a parent does not call that of its children, only of their parameters."""
     model = nn.Sequential(nn.Linear(D, D), make())
     model.requires_grad_(False)
@@ -318,7 +319,6 @@ def test_second_derivatives_are_refused_where_they_were_zero():
             gradient.square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("sparse_grad", [False, True])
 @pytest.mark.parametrize("which", ["weight", "bias"])
 def test_second_derivatives_by_weights_are_refused_too(which, sparse_grad):
@@ -329,6 +329,7 @@ def test_second_derivatives_by_weights_are_refused_too(which, sparse_grad):
         gradient.to_dense().square().sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_create_graph_for_something_else_is_fine():
     head = make(optimizer=None, sparse_grad=False)
     hidden = batch()[0].requires_grad_()
@@ -360,6 +361,17 @@ def test_a_parametrized_weight_is_refused():
     parametrize.register_parametrization(other, "weight", Doubled())
     other(*batch()).backward()
     assert other.parametrizations.weight.original.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_computed_by_a_hook_is_refused(wrap):
+    head = wrap(make(), "weight")  # raised KeyError
+    with refused(head):
+        head(*batch())
+    other = wrap(make(optimizer=None, sparse_grad=False), "weight")
+    other(*batch()).backward()
+    assert all(p.grad is not None for p in other.parameters())
 
 
 def test_a_replica_of_data_parallel_is_refused():
@@ -397,17 +409,6 @@ def test_sharded_weights_are_refused(one_process):
         def __init__(self):
             super().__init__()
             self.trunk, self.head = nn.Linear(D, D), make()
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_a_weight_computed_by_a_hook_is_refused(wrap):
-    head = wrap(make(), "weight")  # raised KeyError
-    with refused(head):
-        head(*batch())
-    other = wrap(make(optimizer=None, sparse_grad=False), "weight")
-    other(*batch()).backward()
-    assert all(p.grad is not None for p in other.parameters())
-
-
 
         def forward(self, hidden, target):
             return self.head(self.trunk(hidden), target)
@@ -542,7 +543,6 @@ def test_a_head_without_memory_takes_a_state():
         assert_equal(faults.state(head), faults.state(trained))
 
 
-def test_reset_parameters_begins_anew():
 @pytest.mark.parametrize("how", ["to_empty", "assign"])
 def test_the_table_of_all_classes_is_not_part_of_the_state_and_is_made_anew(how):
     """`to_empty` left memory that nobody had written to, classes of 15 digits; `assign=True` left a meta tensor."""
@@ -557,6 +557,7 @@ def test_the_table_of_all_classes_is_not_part_of_the_state_and_is_made_anew(how)
     assert_equal(faults.state(head), faults.state(trained))
 
 
+def test_reset_parameters_begins_anew():
     head = make(class_counts=torch.arange(1, K + 1), optimizer="adam", local="persistent")
     before = faults.state(head)
     faults.steps(head, 0, 1, 2)
@@ -622,3 +623,16 @@ def test_the_function_refuses_what_the_head_refuses():
     loss.backward()
     assert loss.isnan()
     assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("place", [BAD_TARGETS, BAD_WEIGHTS])
+def test_on_a_gpu_the_function_refuses_by_a_loss_of_nan(place):
+    """It has no later call that could tell; such rows were left out without a word."""
+    weight = torch.ones(3, requires_grad=True)
+    tally = torch.zeros(8, dtype=torch.int64)
+    assert functional._nan_where_refused(weight.sum(), tally) == 3.0
+    tally[place] = 2
+    loss = functional._nan_where_refused(weight.sum(), tally)
+    assert loss.isnan()
+    loss.backward()
+    assert not weight.grad.any()

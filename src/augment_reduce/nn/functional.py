@@ -18,7 +18,7 @@ from ._backend import backend_for
 from ._checks import check_hidden, check_reduction, check_sample_weight, check_weight, flat_rows
 from ._draw import Drawn, SharedSampler
 from ._local import Local
-from ._step import BoundLoss, Step
+from ._step import BAD_TARGETS, BAD_WEIGHTS, BoundLoss, Step
 
 __all__ = ["linear_augment_reduce", "linear_sampled_softmax", "log_normalizer", "log_prob", "topk"]
 
@@ -53,6 +53,8 @@ def linear_augment_reduce(
     - `generator`: a CPU generator that seeds the draw; None: torch's global one;
     - `floor`: see `AugmentReduceHead`; `n_nodes`: nodes of q(v) for models other than softmax, 1 is one random draw;
     - `sparse_grad`: gradients of `weight` and `bias` sparse by rows; False: dense, for optimisers that want that.
+
+    Targets out of range and negative sample weights raise; on a GPU, where that would have to wait, the loss is NaN.
     """
     noise = resolve_noise(model)
     _checked(hidden, weight, bias)
@@ -183,4 +185,12 @@ def _given_parts(noise: Noise, guess: Tensor | None, hidden: Tensor, weight: Ten
 
 def _shaped(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     loss = BoundLoss.apply(_rows(hidden), weight, bias, step, backend_for(step, hidden, weight))
+    if weight.device.type != "cpu":
+        loss = _nan_where_refused(loss, step.tally)
     return loss.reshape(hidden.shape[:-1]) if step.reduction == "none" else loss
+
+
+def _nan_where_refused(loss: Tensor, tally: Tensor) -> Tensor:
+    """On a GPU nothing raises without waiting: targets out of range and wrong sample weights make the loss NaN."""
+    refused = tally[BAD_TARGETS] + tally[BAD_WEIGHTS] > 0
+    return torch.where(refused, torch.nan, loss)
