@@ -125,7 +125,7 @@ def test_the_first_step_is_measured_in_noise_over_the_root_of_the_nonzeros():
         variance = {"softmax": math.pi**2 / 6, "probit": 1.0, "logistic": math.pi**2 / 3}[name]
         for agreement in (0.0, 13.0):
             optimizer = resolve(NOTHING_SET, noise(), replace(BIBTEX, agreement=agreement), torch.float32).optimizer
-            expected = 2.2 * variance / math.sqrt(68 + 0.19 * agreement**2)
+            expected = 2.2 * variance / math.sqrt(68 + agreement**2)
             assert optimizer.learning_rate == pytest.approx(expected)
         ratio = {"softmax": 1.0, "probit": 6 / math.pi**2, "logistic": 2.0}[name]
         assert first_prior_variance(noise(), BIBTEX) == pytest.approx(16 / 68 * ratio)
@@ -133,7 +133,7 @@ def test_the_first_step_is_measured_in_noise_over_the_root_of_the_nonzeros():
 
 
 def test_fewer_weights_than_rows_go_on_longer():
-    assert (default_epochs(MNIST), default_epochs(OMNIGLOT), default_epochs(BIBTEX)) == (50, 6, 30)
+    assert (default_epochs(MNIST), default_epochs(OMNIGLOT), default_epochs(BIBTEX)) == (50, 10, 30)
 
 
 def test_zeros_of_dense_rows_are_not_counted():

@@ -53,6 +53,7 @@ class Found:
     loss: float  # mean over rows that were left out
     n_folds: int
     why: str
+    rate: float = 1.0  # times that of the rule
 
 
 class Path:

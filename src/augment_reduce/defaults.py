@@ -21,8 +21,8 @@ from .optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
 from .sampler import AllClasses, ClassSampler, FeaturePointed, HeadAndTail, UniformPerRow, resolve_sampler
 
 MOST_SHARED = 1000  # classes that a minibatch shares by default
+MOST_STEPS = 20_000  # by default
 FIRST_SCALE = 16.0  # of scores' variance
-TOGETHER = 0.19  # of the squared agreement of rows, counted as features that act together
 WORTH_MERGING = 1.5  # rows with the same features, on average, from which they are kept together and scored once
 FEWEST_TO_HALVE = 4  # classes of which two halves say enough about the rest
 LBFGS = "lbfgs"
@@ -32,7 +32,7 @@ OF_STEPS = {  # parameters that have a meaning for steps only, and their default
     "init_scale": None, "warm_start": False,
 }  # fmt: skip
 MOST_PAIRS = {"softmax": 5_000_000, "probit": 60_000, "logistic": 60_000}  # of rows and classes
-MOST_NUMBERS, MOST_COLUMNS, MOST_PRODUCTS = 10_000_000, 1_200, 250_000_000
+MOST_NUMBERS, MOST_COLUMNS, MOST_PRODUCTS = 10_000_000, 1_200, 40_000_000
 LOCAL_STEPS: dict[str, type[LocalStep]] = {
     cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised, CrossFitted)
 }
@@ -151,12 +151,13 @@ def default_batch_size(shape: Shape, sampler: ClassSampler | None = None) -> int
 
 
 def default_epochs(shape: Shape) -> int:
-    """6 epochs, more where they are short, or where there are fewer weights than rows and so nothing to overfit.
+    """10 epochs, more where they are short, or where there are fewer weights than rows and so nothing to overfit.
 
-    The rate falls over them (`default_adagrad`), so more of them is not simply better.
+    No more than MOST_STEPS of them where rows are many. The rate falls over them (`default_adagrad`), so more of them
+    is not simply better.
     """
     if shape.n_rows > 20_000:
-        return 50 if few_weights(shape) else 6
+        return min(50, max(3, MOST_STEPS * 512 // shape.n_rows)) if few_weights(shape) else 10
     return 30 if shape.n_rows > 2_000 else 100
 
 
@@ -166,19 +167,19 @@ def few_weights(shape: Shape) -> bool:
 
 
 def default_adagrad(rate: float | None, noise: Noise, shape: Shape, batch_size: int) -> Adagrad:
-    """A rate of 2.2 variances of the noise over the square root of the features that act together, and an eps of half
-    of N / B.
+    """A rate of 2.2 variances of the noise over sqrt(m + agreement^2), and an eps of half of N / B.
 
-    Adagrad's first step moves each of a row's m weights by the rate, whatever the gradient, and the score by as much as
-    m of them, or sqrt(m) where they disagree; how far they agree `Shape.agreement` says. The eps, half of one row's
-    gradient, keeps it from that full step where the first gradient is tiny: rarely drawn classes would jump. The rate
-    is halved after a fifth of the usual epochs, after a tenth where noise is all there is to fear, and so on like
-    1 / t (docs/defaults.md); in a stream, which has no end, it stays. Features are in units of their own (`features`).
+    Adagrad's first step moves each of a row's m weights by the rate, whatever the gradient. Another row's score moves
+    by sqrt(m) of that where features disagree, and by the agreement (`Shape.agreement`) where they do not. The eps,
+    half of one row's gradient, keeps it from that full step where the first gradient is tiny: rarely drawn classes
+    would jump. The rate is halved after a fifth of the usual epochs, after a tenth where noise is all there is to fear,
+    and so on like 1 / t (docs/defaults.md); in a stream, which has no end, it stays. Features are in units of their own
+    (`features`).
     """
     if rate is None:
         per_row = max(1.0, shape.n_nonzero / max(1, shape.n_rows))
-        together = math.sqrt(per_row + TOGETHER * shape.agreement**2)
-        rate = min(2.2 * deviation(noise) ** 2 / together, 0.3 if shape.stream else 2.0)
+        moved = math.sqrt(per_row + shape.agreement**2)
+        rate = min(2.2 * deviation(noise) ** 2 / moved, 0.3 if shape.stream else 2.0)
     per_epoch = shape.n_rows / batch_size
     share = 0.1 if few_weights(shape) else 0.2
     half_after = None if shape.stream else share * default_epochs(shape) * per_epoch

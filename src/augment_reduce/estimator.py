@@ -18,7 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from . import direct_fit, fitting, interrupts, labels, linear, predict, prior_search, saving
+from . import diagnosis, direct_fit, fitting, interrupts, labels, linear, predict, prior_search, saving
 from .defaults import Settings, Shape, resolve, resolve_dtype, solves_directly
 from .edge import check_load, check_memory, check_parameters, check_prediction, check_scale, check_weights
 from .fitting import threads
@@ -307,7 +307,7 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
                         )
                     watch.lap("search")
                 elif isinstance(fit.options["prior_variance"], str) and self._fitted.found is not None:
-                    settings = dataclasses.replace(settings, prior_variance=self._fitted.found.variance)
+                    settings = prior_search.with_found(settings, self._fitted.found)
                 if stop_asked():
                     return
                 if settings.direct:
@@ -322,6 +322,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
 
         with memory_errors("This fit", self._fitted.bytes_needed, loads=True):
             interrupts.run_whole(work)
+        if persistent and self.preset is None and not self._fitted.run.stopped_early:
+            diagnosis.warn(self._fitted, self.history_, stacklevel=4)
         return self
 
     def _publish(self) -> None:
@@ -459,6 +461,22 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
             else:
                 values = predict.log_likelihood(noise, scores_of, codes, len(self.classes_))
         return float(np.average(values.numpy(), weights=sample_weight))
+
+    def diagnose(self, X: Any, y: Any) -> diagnosis.Diagnosis:
+        """What is wrong with this model, judged on rows that were not fitted, if there are any; print it.
+
+        `"over-fit" in clf.diagnose(X, y)`; other names: "under-fit", "not converged", "loose bound", "unscaled
+        columns", "other units", "label noise", "worse than class frequencies".
+        """
+        check_is_fitted(self)
+        with config_context(array_api_dispatch=False):
+            X = validate_data(self, X, reset=False, **ACCEPTED)
+        codes = labels.encode(self.classes_, np.asarray(y))
+        if len(codes) != X.shape[0]:
+            raise ValueError(f"X has {X.shape[0]} rows but y has {len(codes)} labels.")
+        self._take_up()
+        with threads(self.n_jobs):
+            return diagnosis.diagnose(self._fitted, resolve_noise(self.model), as_rows(X), X, codes, self.history_)
 
     def sparsify(self) -> AugmentReduceClassifier:
         """Keep the weights as a CSR matrix: those never touched are zero. For prediction; `densify` undoes it."""

@@ -34,20 +34,21 @@ class FeatureScaling:
     activity: np.ndarray  # (D,) share of the rows that are not at the centre
 
     @classmethod
-    def of(cls, X: Rows, rows: np.ndarray, weight: np.ndarray | None = None, *, centred: bool = True) -> FeatureScaling:
-        """Of these rows; a row of weight 2 is two rows. `centred=False` leaves zero where it is."""
+    def of(
+        cls, X: Rows, rows: np.ndarray, weight: np.ndarray | None = None, *, centred: bool = True, pooled: bool = True
+    ) -> FeatureScaling:  # fmt: skip
+        """Of these rows; a row of weight 2 is two rows. `centred=False` leaves zero where it is, `pooled=False` gives
+        every column a scale of its own."""
         of_row = np.ones(len(rows)) if weight is None else weight[rows] / weight[rows].max()
         peak, total = _peak(X.values), of_row.sum()
         if isinstance(X, SparseRows):
             squares, active = _moments_of_sparse(X, rows, of_row, peak)
-            return cls(np.zeros(X.n_features), peak * _units(squares, active), active / total)
+            return cls(np.zeros(X.n_features), peak * _units(squares, active, pooled), active / total)
         centre, mostly = np.zeros(X.n_features), np.ones(X.n_features, dtype=bool)
         if centred:
             centre, mostly = _centres(X.values, rows, of_row, peak)
         squares, active = _moments_of_dense(X.values, rows, of_row, centre, peak)
-        in_groups, deviation = _units(squares * mostly, active), np.sqrt(squares / total)
-        of_column = np.where(mostly, in_groups, np.where(deviation > 0, deviation, 1.0))
-        return cls(centre, peak * of_column, active / total)
+        return cls(centre, peak * _units(squares, np.where(mostly, active, total), pooled), active / total)
 
     @classmethod
     def identity(cls, n_features: int) -> FeatureScaling:
@@ -65,15 +66,12 @@ class FeatureScaling:
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FeatureScaling:
         return cls(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
-    def in_one_unit(self) -> FeatureScaling | None:
-        """The same with one scale for all columns; None where the scales are too different, or already one."""
-        usual = np.median(self.scale)
-        ratio = self.scale / usual
-        near = np.abs(np.log(ratio)) < np.log(ALIKE)
-        if near.mean() < MOSTLY or np.ptp(ratio) <= 1e-9:
-            return None
-        common = usual * np.sqrt(np.mean(ratio[near] ** 2))
-        return FeatureScaling(self.centre, np.full_like(self.scale, common), self.activity)
+    def differs_from(self, other: FeatureScaling) -> bool:
+        return bool(np.abs(self.scale / other.scale - 1.0).max(initial=0.0) > 1e-9)
+
+    def in_one_unit(self) -> FeatureScaling:
+        """The same with one scale, the median, for all columns."""
+        return FeatureScaling(self.centre, np.full_like(self.scale, np.median(self.scale)), self.activity)
 
     def apply(self, X: Rows, dtype: np.dtype) -> Rows:
         """X as the fit sees it: a copy of the values, or X where nothing changes."""
@@ -173,23 +171,22 @@ def _moments_of_dense(
     return squares, active
 
 
-def _units(squares: np.ndarray, active: np.ndarray) -> np.ndarray:
+def _units(squares: np.ndarray, active: np.ndarray, pooled: bool) -> np.ndarray:
     """Root mean squares of the active values: one for all columns where nearly all are alike, else each its own.
 
-    In text and counts how large a column's values are says how much it tells (inverse document frequencies); columns
-    whose scale is another (prices beside indicators) have their own.
+    In text, counts and images how large a column's values are says how much it tells (inverse document frequencies,
+    pixels at the edge); columns whose scale is another (prices beside indicators) have their own.
     """
     known = squares > 0
     own = np.ones(len(squares))
     own[known] = np.sqrt(squares[known] / active[known])
-    if not known.any():
+    if not pooled or not known.any():
         return own
-    pooled = np.sqrt(squares[known].sum() / active[known].sum())
     usual = _medians(own[known][:, None], active[known])[0]
     near = known & (np.abs(np.log(own / usual)) <= np.log(ALIKE))
     if active[near].sum() < MOSTLY * active[known].sum():
         return own
-    pooled = np.sqrt(squares[near].sum() / active[near].sum())
+    common = np.sqrt(squares[near].sum() / active[near].sum())
     exact = own[near]  # where all values have one size that is the unit, to the last digit: indicators stay ones
-    unit = exact[0] if np.ptp(exact) <= 1e-12 * exact[0] else pooled
+    unit = exact[0] if np.ptp(exact) <= 1e-12 * exact[0] else common
     return np.where(near | ~known, unit, own)

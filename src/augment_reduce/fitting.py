@@ -123,7 +123,7 @@ def units(
     free = options["fit_intercept"] and options["intercept_prior_variance"] is None
     scaling = FeatureScaling.of(X, active, weight, centred=free and not few)
     if few:
-        scaling = scaling.in_one_unit() or scaling
+        scaling = scaling.in_one_unit()
     return None if scaling.is_identity else scaling
 
 
@@ -199,6 +199,7 @@ def run_here(
     active, held_out = rows.active(), np.empty(0, dtype=np.int64)
     if options["early_stopping"] and persistent:
         active, held_out = hold_out(active, options["validation_fraction"], fitted.seed)
+    taken = 0 if fitted.rows_seen else fitted.clock.iteration  # by the search for the prior
     if not persistent or not fitted.rows_seen:
         count(fitted, settings, rows, active)
     if not persistent:
@@ -208,7 +209,7 @@ def run_here(
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
     per_epoch = -(-len(active) // settings.batch_size)
-    n_iter = settings.max_iter if persistent else per_epoch
+    n_iter = max(1, settings.max_iter - taken) if persistent else per_epoch
     schedule = Schedule(
         plan=looks.plan_of(fitted, problem, settings, n_iter, len(held_out), with_gap=persistent),
         batch_size=settings.batch_size,

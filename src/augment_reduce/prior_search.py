@@ -1,11 +1,11 @@
-"""The prior's variance, found from the rows of a fit: by cross-validation where the optimum is cheap (`direct`), else
-by short training runs from one common start, judged on rows that are held out.
+"""The prior's variance and the rate, found from the rows of a fit: by cross-validation where the optimum is cheap
+(`direct`; there is no rate), else by short training runs that are judged on rows held out.
 
-Training runs: a first part at the variance that `defaults.first_prior_variance` gives; then from there a few epochs
-each at that variance, at a fourth of it and at four times it. While one of them is better than what it began with the
-search goes on in its direction, from where it ended. Everything follows from the seed, so an interrupted search is
-simply repeated. A probit or a logistic model searches with a softmax, which is cheaper, and has its variance times the
-ratio of the noises' variances.
+Training runs: a first part at the variance and the rate that the rules of `defaults` give, perhaps another at a lower
+or a higher rate. From the end of the better one short branches, over which the rate falls, at that variance, at four times
+it and at a fourth of it, and further while that is better. The fit itself goes on from where they began. Everything
+follows from the seed, so an interrupted search is simply repeated. A probit or a logistic model searches with a
+softmax, which is cheaper, and has its variance times the ratio of the noises' variances.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ import numpy as np
 import torch
 
 from . import fitting, limits
-from .cross_validation import EVIDENCE, Found, Path, best_factor, canonical_order, losses_at
+from .cross_validation import Found, Path, best_factor, canonical_order, losses_at
 from .defaults import Settings, Shape, is_small, relative_variance, resolve
 from .direct import Basis
 from .features import FeatureScaling
 from .fitting import Fitted, TrainingRows
 from .noise import Gumbel, Noise, resolve_noise
+from .optim import Adagrad, RowOptimizer
 from .seeds import mix
 
 HELD_OUT, FEWEST_HELD_OUT = 0.1, 50
 FEWEST_EPOCHS = 5  # of a fit whose prior is searched by training
-WARM_EPOCHS, BRANCH_EPOCHS, WARM_STEPS, BRANCH_STEPS = 2, 1, 400, 200  # at most a fifth and a tenth of the fit
-MOST_MOVES = 2
-WORTH_SHARE = 0.002  # of the loss, that a weaker prior has to gain
+WARM_EPOCHS, WARM_STEPS, WARM_SHARE = 2, 400, 0.12  # of the first part: the larger of these, but no larger share
+BRANCH_EPOCHS, BRANCH_STEPS, BRANCH_SHARE = 1, 200, 0.08
+FURTHEST = 6  # factors of two from the first variance, each way
+RATE_STEP, MOST_RATES = 2.5, 2
+TOO_FAST, TOO_SLOW = 1.03, 1.5  # best factors of scores, below and above which another rate is tried
+CERTAIN = 1.5  # from which the factor of a short run is that of the whole fit; below that weights still grow
+EVIDENCE = 0.3  # standard errors by which another variance or rate has to be better
+WORTH_SHARE = 0.002  # and share of the loss
 JUDGED_PAIRS, FEWEST_JUDGED = 2_000_000, 500  # (row, class) pairs, and rows, that are judged
 COPIES = 3  # of weights and their state that are alive at once
 
@@ -63,9 +69,16 @@ def find(
         found = by_training(fitted, settings, rows, shape, options, stop_asked)
     if stop_asked():
         return settings, rows
-    found = replace(found, variance=found.variance * relative_variance(noise))
-    fitted.found = found
-    return replace(settings, prior_variance=found.variance), rows
+    fitted.found = replace(found, variance=found.variance * relative_variance(noise))
+    return with_found(settings, fitted.found), rows
+
+
+def with_found(settings: Settings, found: Found) -> Settings:
+    """The settings of the rules, with what was found."""
+    optimizer = settings.optimizer
+    if isinstance(optimizer, Adagrad):
+        optimizer = replace(optimizer, learning_rate=optimizer.learning_rate * found.rate)
+    return replace(settings, prior_variance=found.variance, optimizer=optimizer)
 
 
 # ---- cross-validation ----
@@ -74,13 +87,18 @@ def find(
 def by_cross_validation(
     fitted: Fitted, X: Any, rows: TrainingRows, shape: Shape, settings: Settings, stop_asked: StopAsked
 ) -> tuple[Found, FeatureScaling | None]:
-    """The variance, and the units of the features: each its own, or one for all where that predicts better."""
+    """The variance, and the units of the features: one for all that are alike, or each its own, whichever predicts
+    better."""
     active = rows.active()
     weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
     codes, best, best_scaling = rows.codes[active].astype(np.int64), None, fitted.scaling
     order = canonical_order(rows.X, active, codes, fitted.seed)
-    one_unit = None if fitted.scaling is None or not settings.direct else fitted.scaling.in_one_unit()
-    for scaling in (fitted.scaling,) if one_unit is None else (fitted.scaling, one_unit):
+    candidates = [fitted.scaling]
+    if fitted.scaling is not None and settings.direct:
+        free = settings.fit_intercept and settings.intercept_prior_variance is None
+        own = FeatureScaling.of(X, active, rows.weight, centred=free, pooled=False)
+        candidates += [own] if own.differs_from(fitted.scaling) else []
+    for scaling in candidates:
         in_units = rows.X if scaling is None or scaling is fitted.scaling else scaling.apply(X, rows.X.values.dtype)
         basis = Basis.of(in_units, active, weight, centred=settings.fit_intercept)
         path = Path(
@@ -104,7 +122,17 @@ def by_training(
     first = search.variance(0)
     if search.why_not:
         return Found(first, 1.0, math.nan, 0, f"by the rule for the first one: {search.why_not}")
-    return search.search()
+    found, branch = search.search()
+    if search.goes_on(with_found(settings, found)) and not stop_asked():
+        continue_from(fitted, branch)
+    return found
+
+
+def continue_from(fitted: Fitted, branch: Fitted) -> None:
+    """Where the best of the short runs ended: its steps are not taken twice."""
+    vars(fitted).update(
+        parameters=branch.parameters, clock=branch.clock, local=branch.local, sampler=branch.sampler,
+    )  # fmt: skip
 
 
 class Branches:
@@ -121,9 +149,11 @@ class Branches:
         self.settings = resolve(own, noise, shape, rows.torch_dtype)
         self.active, self.left_out = self.hold_out(rows.active())
         per_epoch = -(-len(self.active) // self.settings.batch_size)
-        self.warm = max(1, min(max(WARM_EPOCHS * per_epoch, WARM_STEPS), settings.max_iter // 5))
-        self.per_branch = max(1, min(max(BRANCH_EPOCHS * per_epoch, BRANCH_STEPS), settings.max_iter // 10))
+        most = settings.max_iter
+        self.warm = max(1, min(max(WARM_EPOCHS * per_epoch, WARM_STEPS), int(WARM_SHARE * most)))
+        self.per_branch = max(1, min(max(BRANCH_EPOCHS * per_epoch, BRANCH_STEPS), int(BRANCH_SHARE * most)))
         weights = fitted.parameters.weight
+        self.with_rate = options["learning_rate"] is None and not isinstance(options["optimizer"], RowOptimizer)
         self.why_not = ""
         if settings.max_iter < FEWEST_EPOCHS * per_epoch:
             self.why_not = f"a search needs fits of {FEWEST_EPOCHS} epochs or more"
@@ -150,62 +180,84 @@ class Branches:
         kept[out] = False
         return active[kept], active[out]
 
-    def search(self) -> Found:
-        e, branch, losses = self.best_of(self.begin(), 0, (2, -2))
-        step = e
-        for _ in range(MOST_MOVES if step else 0):
-            before = e
-            e, branch, losses = self.best_of(branch, e, (e + step,))
-            if e == before or self.stop_asked():
-                break
-        factor = max(1.0, self.judge(branch)[0])
-        loss = float(losses.mean())
-        return Found(self.variance(e), factor, loss, 1, f"{len(self.left_out):,} rows held out: loss {loss:.4f}")
+    def goes_on(self, settings: Settings) -> bool:
+        """Whether the fit itself takes the same steps as these runs."""
+        mine = self.settings
+        same = settings.noise.name == mine.noise.name and settings.optimizer == mine.optimizer
+        return same and settings.local == mine.local and not self.options["early_stopping"]
 
-    def best_of(self, start: Fitted, e: int, others: tuple[int, ...]) -> tuple[int, Fitted, np.ndarray]:
-        """From one start, at variance e or the first of the others that is better: (which, the branch, its losses).
-        No more than COPIES of the weights are alive at once."""
-        branch = self.branch(start, e)
-        losses = self.losses_of(branch)
-        for other in others:
-            tried = self.branch(start, other)
-            tried_losses = self.losses_of(tried)
-            if self.is_better(tried_losses, losses, weaker=other > e):
-                return other, tried, tried_losses
-            del tried
-        return e, branch, losses
+    def search(self) -> tuple[Found, Fitted]:
+        """What was found, and the start that the fit can go on from."""
+        start, rate = self.best_rate()
+        e, (factor, losses) = 0, self.at(start, 0)
+        for step in (2, -2):
+            while abs(e + step) <= FURTHEST and not self.stop_asked():
+                tried = self.at(start, e + step)
+                if not self.is_better(tried[1], losses):
+                    break
+                e, (factor, losses) = e + step, tried
+            if e:
+                break
+        factor = factor if factor >= CERTAIN else 1.0
+        loss = float(losses.mean())
+        why = f"{len(self.left_out):,} rows held out: loss {loss:.4f} after {self.warm + self.per_branch:,} steps"
+        return Found(self.variance(e), factor, loss, 1, why, rate), start
+
+    def best_rate(self) -> tuple[Fitted, float]:
+        """(the first part of a fit, its rate as a multiple of the rule's): at another rate where that is better."""
+        rule, rate, start = self.settings.optimizer, 1.0, self.begin()
+        if not self.with_rate or not isinstance(rule, Adagrad):
+            return start, rate
+        factor, losses = self.at(start, 0)
+        step = RATE_STEP if factor > TOO_SLOW else 1.0 / RATE_STEP if factor < TOO_FAST else 1.0
+        for _ in range(MOST_RATES if step != 1.0 else 0):
+            before = self.settings
+            self.settings = replace(before, optimizer=replace(rule, learning_rate=rule.learning_rate * rate * step))
+            tried = self.begin()
+            _, tried_losses = self.at(tried, 0)
+            if self.stop_asked() or not self.is_better(tried_losses, losses):
+                self.settings = before
+                break
+            start, losses, rate = tried, tried_losses, rate * step
+        return start, rate
 
     @staticmethod
-    def is_better(losses: np.ndarray, than: np.ndarray, *, weaker: bool) -> bool:
-        """A stronger prior needs no evidence, a weaker one some: its errors are the worse ones."""
+    def is_better(losses: np.ndarray, than: np.ndarray) -> bool:
         gain = than - losses
         evidence = EVIDENCE * gain.std() / math.sqrt(len(gain))
-        return bool(gain.mean() > (max(WORTH_SHARE * than.mean(), evidence) if weaker else 0.0))
+        return bool(gain.mean() > max(WORTH_SHARE * than.mean(), evidence))
 
     def begin(self) -> Fitted:
+        """The first part of a fit at the first variance."""
         shape = self.shape
         started = fitting.start(self.settings, shape.n_classes, shape.n_features, self.seed, 0)
         started.scaling, started.found = self.scaling, Found(0.0, 1.0, 0.0, 0, "")
-        return self.advance(started, self.variance(0), self.warm)
+        return self.advance(started, self.settings, self.variance(0), self.warm)
 
-    def branch(self, start: Fitted, e: int) -> Fitted:
-        return self.advance(copy.deepcopy(start), self.variance(e), self.per_branch)
+    def at(self, start: Fitted, e: int) -> tuple[float, np.ndarray]:
+        """(the best factor, each left-out row's loss) at this variance, after a branch from the start.
 
-    def advance(self, fitted: Fitted, variance: float, n_iter: int) -> Fitted:
-        settings = replace(self.settings, prior_variance=variance)
+        The rate falls to a ninth over the branch, or its noise would be mistaken for too weak a prior.
+        """
+        settings, t = self.settings, start.clock.iteration
+        if isinstance(settings.optimizer, Adagrad):
+            now = settings.optimizer.scalars(t + 1)[0]
+            falling = replace(settings.optimizer, learning_rate=now, begin=t, half_after=self.per_branch / 8)
+            settings = replace(settings, optimizer=falling)
+        return self.judge(self.advance(copy.deepcopy(start), settings, self.variance(e), self.per_branch))
+
+    def advance(self, fitted: Fitted, settings: Settings, variance: float, n_iter: int) -> Fitted:
+        settings = replace(settings, prior_variance=variance)
         fitting.advance(fitted, settings, self.rows, self.active, n_iter, self.options, self.stop_asked)
         return fitted
 
-    def losses_of(self, fitted: Fitted) -> np.ndarray:
-        """Each left-out row's loss with the best factor of at least one: weights that are on their way are too small,
-        and that must not be mistaken for too strong a prior. Too large ones will become larger still."""
-        factor, losses = self.judge(fitted)
-        return losses if factor >= 1.0 else losses_at(1.0, *self.scores_of(fitted))
-
     def judge(self, fitted: Fitted) -> tuple[float, np.ndarray]:
-        """The best factor, and each left-out row's loss with it."""
+        """The best factor, and each left-out row's loss with it or with one, whichever is larger: weights that are on
+        their way are too small, and that must not be mistaken for too strong a prior. Too large ones will become larger
+        still."""
         scores, labels = self.scores_of(fitted)
-        return best_factor(scores, labels, np.ones(len(labels)))
+        factor, losses = best_factor(scores, labels, np.ones(len(labels)))
+        return factor, losses if factor >= 1.0 else losses_at(1.0, scores, labels)
 
     def scores_of(self, fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
         """(scores, labels) of the rows left out."""

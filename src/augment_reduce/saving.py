@@ -197,7 +197,8 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
 def encode_found(found: Found) -> dict[str, Any]:
     """JSON has no NaN: where nothing was judged the loss is null."""
     loss = found.loss if math.isfinite(found.loss) else None
-    return vars(found) | {"loss": loss, "variance": float(found.variance), "factor": float(found.factor)}
+    numbers = {name: float(getattr(found, name)) for name in ("variance", "factor", "rate")}
+    return vars(found) | numbers | {"loss": loss}
 
 
 def decode_found(entry: dict[str, Any]) -> Found:
