@@ -21,6 +21,7 @@ def rows(n=300, K=6, D=4, seed=0, dtype=np.float64):
 def planned(X, y, **settings):
     """(plan, problem, settings) of a fit, without its steps."""
     found, train = [], fitting.train
+    settings = {"prior_variance": None if "preset" in settings else 1.0} | settings
 
     def note(problem, state, schedule, *rest):
         found.append((schedule.plan, problem))

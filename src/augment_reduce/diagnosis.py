@@ -22,9 +22,8 @@ from .kernels.rows import DenseRows, Rows
 from .linear import LinearScores
 from .noise import Noise
 
-LAST = 0.125  # share of the steps that is compared with as many before them
-STILL_IMPROVES = 0.03  # of the bound, from one of these parts to the next
-FEWEST_RECORDS = 8
+LAST = 0.125  # share of the steps
+STILL_IMPROVES = 0.04  # of the log likelihood, within that share
 NO_BETTER = 1e-3  # nats by which a fit has to beat class frequencies
 FACTORS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)  # of all scores
 TOO_SURE, TOO_UNSURE = 0.8, 1.25  # best factors from which scores are too large, too small
@@ -96,26 +95,24 @@ def still_improves(fitted: Fitted, history: Mapping[str, np.ndarray]) -> Finding
     iterations, epochs = int(history["iteration"][-1]), history["epoch"][-1]
     return Finding(
         "not converged",
-        f"the fit ended after {iterations:,} iterations ({epochs:.1f} epochs) while its bound still rose by {gain:.1%} "
-        "within an eighth of them",
+        f"the fit ended after {iterations:,} iterations ({epochs:.1f} epochs) while the log likelihood still rose by "
+        f"{gain:.1%} within an eighth of them",
         "Set a larger max_epochs (or max_iter), or a larger learning_rate.",
     )
 
 
 def recent_gain(history: Mapping[str, np.ndarray]) -> float:
-    """How much the bound rose from the last eighth but one of the steps to the last, as a share of it."""
-    bound, iteration = history["bound"], history["iteration"]
-    known = np.isfinite(bound)
-    bound, iteration = bound[known], iteration[known]
-    if len(bound) < FEWEST_RECORDS:
+    """How much the log likelihood of fixed training rows rose over the last eighth of the steps, as a share of it."""
+    known = np.isfinite(history["training_log_likelihood"])
+    values, iteration = history["training_log_likelihood"][known], history["iteration"][known]
+    if not len(values):
         return math.nan
-    at = iteration[-1] - (iteration[-1] - iteration[0]) * LAST * np.array([1.0, 2.0])
-    last, before = bound[iteration > at[0]], bound[(iteration > at[1]) & (iteration <= at[0])]
-    if not len(last) or not len(before):
+    earlier = np.flatnonzero(iteration <= (1.0 - LAST) * iteration[-1])
+    if not len(earlier):
         return math.nan
-    gain = last.mean() - before.mean()
-    chance = 2.0 * math.sqrt(last.var() / len(last) + before.var() / len(before))
-    return float(max(0.0, gain - chance) / max(-last.mean(), 1e-2))
+    at = earlier[-1]
+    share = 1.0 - iteration[at] / iteration[-1]
+    return float((values[-1] - values[at]) * LAST / share / max(-values[-1], 1e-2))
 
 
 def no_better_than_frequencies(fitted: Fitted, history: Mapping[str, np.ndarray]) -> Finding | None:
@@ -132,18 +129,13 @@ def no_better_than_frequencies(fitted: Fitted, history: Mapping[str, np.ndarray]
 
 
 def training_log_likelihood(history: Mapping[str, np.ndarray]) -> float:
-    """The bound of the last records plus what it gave away when that was last looked at."""
-    bound = history["bound"][np.isfinite(history["bound"])]
-    if not len(bound):
-        return math.nan
-    gap = last_gap(history)
-    recent = bound[-max(1, int(LAST * len(bound))) :].mean()
-    return float(recent + (gap if math.isfinite(gap) else 0.0))
+    """Of the training rows that were looked at last; nan where none were."""
+    return last_of(history["training_log_likelihood"])
 
 
-def last_gap(history: Mapping[str, np.ndarray]) -> float:
-    gaps = history["bound_gap"][np.isfinite(history["bound_gap"])]
-    return float(gaps[-1]) if len(gaps) else math.nan
+def last_of(column: np.ndarray) -> float:
+    known = column[np.isfinite(column)]
+    return float(known[-1]) if len(known) else math.nan
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -167,7 +159,7 @@ def diagnose(
     rows = np.linspace(0, len(codes) - 1, min(len(codes), ROWS)).astype(np.int64)
     factor, factor_gain = best_factor(fitted, noise, source[rows], codes[rows])  # type: ignore[index]
     random, random_gain = random_labels(own, K)
-    training, gap, loss = training_log_likelihood(history), last_gap(history), max(-log_likelihood, 1e-9)
+    training, gap, loss = training_log_likelihood(history), last_of(history["bound_gap"]), max(-log_likelihood, 1e-9)
     if fitted.factor != 1.0:
         training = math.nan  # the fit saw scores without the factor
     findings: list[Finding | None] = [still_improves(fitted, history)]

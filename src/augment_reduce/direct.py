@@ -27,7 +27,7 @@ from .noise import Noise
 
 MEMORY = 12  # pairs of moves and changes of the gradient that L-BFGS keeps
 MOST_ITERATIONS = 1000
-PRECISE = 1e-10  # a row: the gain that the next step promises, below which the optimum is reached
+PRECISE = 1e-12  # a row: the gain that the next step promises, below which the optimum is reached
 SMALLEST = 1e-8  # of curvatures
 
 
@@ -104,6 +104,7 @@ class Objective:
     curvature: Tensor = field(init=False)  # (K,) sum_n weight_n p_nk (1 - p_nk), about
     log_p_and_grad: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = field(init=False)
     n_evaluations: int = 0
+    minus_log_likelihood: float = 0.0  # where it was evaluated last
 
     def __post_init__(self) -> None:
         if self.noise.name == "softmax":
@@ -131,7 +132,7 @@ class Objective:
         size = grad.abs().clamp_(max=1.0)  # p_nk of softmax, 1 - p_nk for the label
         self.curvature = self.weight @ torch.maximum(size * (1.0 - size), 0.05 * size)
         weighted = grad.mul_(self.weight[:, None])  # d (sum of log p) / d psi
-        value = -float(self.weight @ log_p)
+        value = self.minus_log_likelihood = -float(self.weight @ log_p)
         grad_W, grad_b = -(weighted.T @ self.basis.Z), -weighted.sum(0)
         if self.variance is not None:
             value += float((W * W).sum()) / (2.0 * self.variance)
@@ -168,7 +169,7 @@ def softmax(psi: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 class Solution:
     weight: Tensor  # (K, R)
     bias: Tensor
-    values: list[float]  # of the objective, per unit of row weight, after each iteration
+    values: list[float]  # log likelihood per unit of row weight, after each iteration
     converged: bool
 
 
@@ -201,7 +202,7 @@ def solve(
         W, b, grad_W, grad_b = new_W, new_b, new_grad_W, new_grad_b
         if curved > 1e-14 * abs(value):
             pairs = [*pairs[-MEMORY + 1 :], (*moves, curved)]
-        values.append(-value / total)
+        values.append(-objective.minus_log_likelihood / total)
     return Solution(W, b, values, converged)
 
 

@@ -83,12 +83,13 @@ def _keep(fitted: Fitted, basis: Basis, solution: Solution, watch: Stopwatch) ->
     fitted.parameters.bias.copy_(bias)
     fitted.factor = 1.0 if fitted.found is None else fitted.found.factor
     n, seconds = len(solution.values), watch.seconds["train"]
-    columns = dict.fromkeys(HISTORY, [math.nan] * n) | {
+    columns = {name: [math.nan] * n for name in HISTORY} | {
         "iteration": [float(i + 1) for i in range(n)],
         "epoch": [float(i + 1) for i in range(n)],
         "seconds": [seconds * (i + 1) / n for i in range(n)],
         "bound": list(solution.values),
         "bound_gap": [0.0] * n,
+        "training_log_likelihood": list(solution.values),
         "floor_hits": [0.0] * n,
     }
     fitted.run = replace(fitted.run, history=columns, seconds=seconds, plan=None)

@@ -75,7 +75,8 @@ def looks_at_gap(problem: Problem, settings: Settings, n_iter: int) -> tuple[int
         if rows >= min(most, ENOUGH_ROWS):
             return n_looks, rows
     rows = max(rows, min(most, FEWEST_ROWS))
-    return (1, rows) if fixed + rows * each <= max(budget, CHEAP) else (0, 0)
+    affordable = int(max(budget, CHEAP) / (fixed + rows * each))
+    return (min(2, affordable), rows) if affordable else (0, 0)
 
 
 def seconds_of_step(problem: Problem, settings: Settings) -> float:
@@ -107,15 +108,18 @@ def validation_look(problem: Problem, state: State, rows: TrainingRows, held_out
     return lambda: float(np.average(predict.log_likelihood(problem.noise, scores_of, codes, K).numpy(), weights=weight))
 
 
-def bound_gap_look(problem: Problem, state: State, active: np.ndarray, n_rows: int) -> Callable[[], float]:
-    """log p minus the full-sum bound on fixed training rows with their stored q: how much the bound gives away."""
+def bound_gap_look(
+    problem: Problem, state: State, active: np.ndarray, n_rows: int
+) -> Callable[[], tuple[float, float]]:  # fmt: skip
+    """On fixed training rows: log p minus the full-sum bound with their stored q, which is how much the bound gives
+    away, and log p."""
     K = len(state.parameters.bias)
     rows = active[np.linspace(0, len(active) - 1, n_rows).astype(np.int64)]
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
     everything = AllClasses().bind(np.ones(K), problem.kernels.draw_without_replacement)
 
-    def look() -> float:
+    def look() -> tuple[float, float]:
         dtype = state.parameters.weight.dtype
         sampled = everything.draw(labels, K, generator=torch.Generator(), dtype=dtype)
         scored = score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
@@ -129,7 +133,8 @@ def bound_gap_look(problem: Problem, state: State, active: np.ndarray, n_rows: i
             bound = problem.local.bound_on_all(minibatch, scored.psi_y, state.local, problem.noise, gap, halves)
             visited = ~problem.local.unvisited(state.local, index)
         log_p = quadrature.log_likelihood(problem.noise, gap.scatter(1, labels[:, None], 0.0), labels)
-        return float((log_p - bound)[visited].mean()) if visited.any() else math.nan
+        gap_there = float((log_p - bound)[visited].mean()) if visited.any() else math.nan
+        return gap_there, float(log_p.mean())
 
     return look
 

@@ -32,7 +32,7 @@ from .training import HISTORY, SECONDS, Plan
 LARGEST = 2**53  # of what is counted: whole numbers that a float64 has
 MOST_STEPS = 2**50
 BEST = ("best.weight", "best.bias")  # only where early stopping was interrupted: else they are the weights
-MAY_BE_NAN = ("bound", "validation_log_likelihood", "bound_gap")
+MAY_BE_NAN = ("bound", "validation_log_likelihood", "bound_gap", "training_log_likelihood")
 FIRST_HISTORY = HISTORY[:7]  # the columns of the first release; those that come later may be missing
 
 Check = tuple[Callable[[Any], bool], str]  # of a value, and what was expected

@@ -2,10 +2,10 @@
 (`direct`; there is no rate), else by short training runs that are judged on rows held out.
 
 Training runs: a first part at the variance and the rate that the rules of `defaults` give, perhaps another at a lower
-or a higher rate. From the end of the better one short branches, over which the rate falls, at that variance, at four times
-it and at a fourth of it, and further while that is better. The fit itself goes on from where they began. Everything
-follows from the seed, so an interrupted search is simply repeated. A probit or a logistic model searches with a
-softmax, which is cheaper, and has its variance times the ratio of the noises' variances.
+or a higher rate. From the end of the better one go short branches, over which the rate falls: at that variance, at four
+times it and at a fourth of it, and further while that is better. The fit itself goes on from where they began.
+Everything follows from the seed, so an interrupted search is simply repeated. A probit or a logistic model searches
+with a softmax, which is cheaper, and has its variance times the ratio of the noises' variances.
 """
 
 from __future__ import annotations

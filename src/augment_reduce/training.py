@@ -28,7 +28,10 @@ from .seeds import StepGenerators, mix, mix_all
 from .vem import Problem, State, StepInfos, at_once, steps
 
 SECONDS = ("prepare", "search", "compile", "train", "validate", "look")
-HISTORY = ("iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits")
+HISTORY = (
+    "iteration", "epoch", "seconds", "bound", "validation_log_likelihood", "bound_gap", "floor_hits",
+    "training_log_likelihood",
+)  # fmt: skip
 
 
 @functools.cache
@@ -155,7 +158,7 @@ class Evaluators:
     """The slow looks, each O(K) a row, taken rarely: None where not asked for."""
 
     validation: Callable[[], float] | None = None
-    bound_gap: Callable[[], float] | None = None
+    bound_gap: Callable[[], tuple[float, float]] | None = None  # (the gap, log likelihood), of fixed training rows
 
 
 @dataclass
@@ -281,15 +284,16 @@ def enter(
     before, took = run.seconds, watch.lap("train")
     for u in plan.recorded(t, t + M - 1):
         run.window.add(infos, added, u - t + 1)
-        added, score, gap = u - t + 1, math.nan, math.nan
+        added, score, gap, exact = u - t + 1, math.nan, math.nan, math.nan
         if evaluators.validation is not None and plan.validates(u):
             score = evaluators.validation()
             watch.lap("validate")
         if evaluators.bound_gap is not None and plan.looks_at_gap(u):
-            gap = evaluators.bound_gap()
+            gap, exact = evaluators.bound_gap()
             watch.lap("look")
         when = (u, (u - schedule.origin) / per_epoch, before + took * added / M)
-        run.record(progress, (*when, run.window.mean_bound(), score, gap, run.window.floor_hits), u == plan.last)
+        values = (*when, run.window.mean_bound(), score, gap, run.window.floor_hits, exact)
+        run.record(progress, values, u == plan.last)
         run.window = Window()
         if schedule.early_stopping and plan.validates(u):
             keep_best(run, state, score, schedule)
