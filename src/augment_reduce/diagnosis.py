@@ -23,7 +23,7 @@ from .linear import LinearScores
 from .noise import Noise
 
 LAST = 0.125  # share of the steps
-STILL_IMPROVES = 0.04  # of the log likelihood, within that share
+STILL_IMPROVES = 0.035  # of the loss, or of what was learned if that is less, within that share
 NO_BETTER = 1e-3  # nats by which a fit has to beat class frequencies
 FACTORS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)  # of all scores
 TOO_SURE, TOO_UNSURE = 0.8, 1.25  # best factors from which scores are too large, too small
@@ -89,7 +89,7 @@ def still_improves(fitted: Fitted, history: Mapping[str, np.ndarray]) -> Finding
             "not converged", f"L-BFGS stopped after {len(history['bound'])} iterations before the optimum",
             "Set a prior_variance, which separable classes need, or look for columns of extreme values.",
         )  # fmt: skip
-    gain = recent_gain(history)
+    gain = recent_gain(history, entropy(fitted.class_counts))
     if not gain > STILL_IMPROVES:
         return None
     iterations, epochs = int(history["iteration"][-1]), history["epoch"][-1]
@@ -101,8 +101,9 @@ def still_improves(fitted: Fitted, history: Mapping[str, np.ndarray]) -> Finding
     )
 
 
-def recent_gain(history: Mapping[str, np.ndarray]) -> float:
-    """How much the log likelihood of fixed training rows rose over the last eighth of the steps, as a share of it."""
+def recent_gain(history: Mapping[str, np.ndarray], start: float) -> float:
+    """How much the log likelihood of fixed training rows rose over the last eighth of the steps, as a share of the loss
+    or of how far it is from that of class frequencies, `start`."""
     known = np.isfinite(history["training_log_likelihood"])
     values, iteration = history["training_log_likelihood"][known], history["iteration"][known]
     if not len(values):
@@ -112,7 +113,8 @@ def recent_gain(history: Mapping[str, np.ndarray]) -> float:
         return math.nan
     at = earlier[-1]
     share = 1.0 - iteration[at] / iteration[-1]
-    return float((values[-1] - values[at]) * LAST / share / max(-values[-1], 1e-2))
+    loss = -float(values[-1])
+    return float((values[-1] - values[at]) * LAST / share / max(min(loss, start - loss), 1e-2))
 
 
 def no_better_than_frequencies(fitted: Fitted, history: Mapping[str, np.ndarray]) -> Finding | None:

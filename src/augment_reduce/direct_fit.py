@@ -44,7 +44,7 @@ def run(
         _keep(fitted, basis, solution, watch)
         if solution.values:
             progress.say(
-                f"optimum after {len(solution.values):,} iterations: objective {solution.values[-1]:.4f} a row"
+                f"optimum after {len(solution.values):,} iterations: log likelihood {solution.values[-1]:.4f} a row"
             )
         progress.say(watch.describe())
 

@@ -50,8 +50,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     """Softmax, multinomial probit or logistic for very many classes: beyond 2,000 at a cost that does not grow with
     them.
 
-    Maximises sum_n L_n - ||w||^2 / (2 prior_variance), where L_n is a lower bound on log p(y_n | x_n) estimated from
-    a few sampled classes (Ruiz, Titsias, Dieng, Blei 2018). Linear scores: psi_nk = w_k . x_n + b_k.
+    Maximises sum_n weight_n L_n - ||w||^2 / (2 prior_variance), where L_n is a lower bound on log p(y_n | x_n)
+    estimated from a few sampled classes (Ruiz, Titsias, Dieng, Blei 2018). Linear scores: psi_nk = w_k . x_n + b_k.
 
     Parameters
     ----------
@@ -69,11 +69,20 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     batch_size, max_iter, max_epochs : int, optional
         Rows a step, and how many steps, or passes over the data (set one of the two).
     prior_variance : "auto", float or None
-        Variance v of a Gaussian prior on weights and biases (of biases times the square of the optimiser's bias_scale).
-        "auto" goes by the rows (softmax 0.2 to 3, others less: docs/defaults.md), and is none with a preset;
-        None is maximum likelihood.
+        Variance v of a Gaussian prior on the weights of X as it is: C = v of scikit-learn's LogisticRegression, with
+        two classes C = 2 v (two weight vectors). None is maximum likelihood. "auto" finds v, of weights of features in
+        units of their own, from held-out rows (`prior_variance_`; docs/defaults.md); it is none with a preset.
+    intercept_prior_variance : float, optional
+        The same for the intercepts, which are free by default.
+    fit_intercept : bool
+    feature_scaling : "auto" or bool
+        Train on features in units of their own: dense columns centred, columns of very different scale divided by it,
+        others by one common scale; sparse rows stay sparse. `coef_` and `intercept_` are of X as it is. "auto": unless
+        a preset, a learning rate or an optimiser object is given, which are about X as it is.
     optimizer, learning_rate : optional
-        "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer.
+        "adagrad" (default), "rowwise-adagrad", "adam", "section4" (the paper's rule), or a RowOptimizer. "lbfgs" goes
+        to the optimum of the exact objective with all rows at once; the default where that takes a second or two and
+        nothing is set that is about steps.
     local_step : optional
         The E step: "cross-fitted" (from one half of the sampled classes, for the other), "natural-gradient" (softmax),
         "newton", "gradient" (one q for each row, remembered), "amortised" (predicted from the features); a LocalStep.
@@ -103,13 +112,19 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
     classes_, coef_ (K, D), intercept_ (K,)
         With two classes, as in scikit-learn, coef_ is (1, D): the second class's weights minus the first's. May be
         written to, or replaced: predictions, `save` and further training go by them.
+    prior_variance_, temperature_
+        The variance that was set or found; what all scores were divided by, found with it (1 where it was set).
+    feature_scale_, feature_centre_ (D,)
+        Units of the features in training.
     n_features_in_, feature_names_in_, n_iter_, n_iter_planned_
         The last is where a fit that was interrupted would have ended; `max_iter=n_iter_planned_ - n_iter_` goes there.
     history_ : dict of arrays
         "iteration", "epoch", "seconds" (of steps), "bound" (per row), "validation_log_likelihood", "bound_gap"
-        (log p minus the bound, on fixed training rows), "floor_hits" (half rows, where cross-fitted).
+        (log p minus the bound, on fixed training rows), "training_log_likelihood" (of those rows), "floor_hits" (half
+        rows, where cross-fitted).
     fit_seconds_ : dict
-        Seconds of the last fit by what they were spent on: "prepare", "compile", "train", "validate", "look".
+        Seconds of the last fit by what they were spent on: "prepare", "search" (for the prior),
+        "compile", "train", "validate", "look".
     """
 
     classes_: np.ndarray

@@ -35,7 +35,7 @@ WARM_EPOCHS, WARM_STEPS, WARM_SHARE = 2, 400, 0.12  # of the first part: the lar
 BRANCH_EPOCHS, BRANCH_STEPS, BRANCH_SHARE = 1, 200, 0.08
 FURTHEST = 6  # factors of two from the first variance, each way
 RATE_STEP, MOST_RATES = 2.5, 2
-TOO_FAST, TOO_SLOW = 1.03, 1.5  # best factors of scores, below and above which another rate is tried
+TOO_FAST, TOO_SLOW = 1.03, 1.2  # best factors of scores, below and above which another rate is tried
 CERTAIN = 1.5  # from which the factor of a short run is that of the whole fit; below that weights still grow
 EVIDENCE = 0.3  # standard errors by which another variance or rate has to be better
 WORTH_SHARE = 0.002  # and share of the loss
@@ -188,8 +188,8 @@ class Branches:
 
     def search(self) -> tuple[Found, Fitted]:
         """What was found, and the start that the fit can go on from."""
-        start, rate = self.best_rate()
-        e, (factor, losses) = 0, self.at(start, 0)
+        start, rate, (factor, losses) = self.best_rate()
+        e = 0
         for step in (2, -2):
             while abs(e + step) <= FURTHEST and not self.stop_asked():
                 tried = self.at(start, e + step)
@@ -203,23 +203,24 @@ class Branches:
         why = f"{len(self.left_out):,} rows held out: loss {loss:.4f} after {self.warm + self.per_branch:,} steps"
         return Found(self.variance(e), factor, loss, 1, why, rate), start
 
-    def best_rate(self) -> tuple[Fitted, float]:
-        """(the first part of a fit, its rate as a multiple of the rule's): at another rate where that is better."""
+    def best_rate(self) -> tuple[Fitted, float, tuple[float, np.ndarray]]:
+        """(the first part of a fit, its rate as a multiple of the rule's, how it is judged): at another rate where that
+        is better."""
         rule, rate, start = self.settings.optimizer, 1.0, self.begin()
-        if not self.with_rate or not isinstance(rule, Adagrad):
-            return start, rate
         factor, losses = self.at(start, 0)
+        if not self.with_rate or not isinstance(rule, Adagrad):
+            return start, rate, (factor, losses)
         step = RATE_STEP if factor > TOO_SLOW else 1.0 / RATE_STEP if factor < TOO_FAST else 1.0
         for _ in range(MOST_RATES if step != 1.0 else 0):
             before = self.settings
             self.settings = replace(before, optimizer=replace(rule, learning_rate=rule.learning_rate * rate * step))
             tried = self.begin()
-            _, tried_losses = self.at(tried, 0)
+            tried_factor, tried_losses = self.at(tried, 0)
             if self.stop_asked() or not self.is_better(tried_losses, losses):
                 self.settings = before
                 break
-            start, losses, rate = tried, tried_losses, rate * step
-        return start, rate
+            start, rate, factor, losses = tried, rate * step, tried_factor, tried_losses
+        return start, rate, (factor, losses)
 
     @staticmethod
     def is_better(losses: np.ndarray, than: np.ndarray) -> bool:
