@@ -264,3 +264,12 @@ def test_few_classes_and_very_many_features_are_counted():
     """Tables of the features are then as large as the weights."""
     with pytest.raises(MemoryError, match=r"tables of features"):
         edge._refuse_too_large({"tables of features": 32 * 10**12}, 0, 2, 10**12, np.float32)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of the address space are Unix's")
+def test_an_address_space_too_small_for_torch_is_told_of_before_it_is_loaded():
+    """OpenBLAS would try to allocate for ever."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (7 * 10**8, 7 * 10**8)); import augment_reduce"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode != 0
+    assert "MemoryError: augment-reduce needs an address space of about 1.15 GB" in ended.stderr

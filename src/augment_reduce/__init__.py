@@ -10,7 +10,10 @@ Names are imported when first used, so that `augment-reduce --help` need not wai
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import _address_space
 from ._version import __version__
+
+_address_space.check()
 
 if TYPE_CHECKING:
     from .amortised import Amortised

@@ -7,7 +7,7 @@ that was remembered (`local.py`) or predicted (`amortised.py`), but this one is 
 sampled softmax does with one sample, made honest with two halves: there the classes in the normaliser are those that it
 normalises, and the result is no bound. (Cross-fitting; Chernozhukov et al. 2018 use it against the same kind of bias.)
 
-What it costs: q_A is as uncertain as half a sample makes it. Worth it from a few classes on (docs/defaults.md).
+What it costs: q_A is as uncertain as half a sample makes it. Worth it from a few classes on (docs/studies.md).
 """
 
 from __future__ import annotations

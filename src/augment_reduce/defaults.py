@@ -114,7 +114,7 @@ def default_sampler(shape: Shape, *, may_take_all: bool = True) -> str:
     """Up to 2,000 classes all of them, above that a sample for the minibatch: the frequent ones always, others by luck.
 
     Below that the sum over all is still a matter of seconds (Omniglot, 1,623 classes: some four times the time of 500
-    shared ones) and leaves nothing to chance: worth 0.05 nat there (docs/defaults.md). Where rows are sparse each has
+    shared ones) and leaves nothing to chance: worth 0.05 nat there (docs/studies.md). Where rows are sparse each has
     the classes besides at which its features point. Who asks for a number of classes, or for a method that is about
     sampling, gets a sample. `docs/samplers.md` has the variances behind it.
     """
@@ -131,7 +131,7 @@ def default_n_sampled(shape: Shape, sampler: ClassSampler) -> int:
     """About the square root of K, in [20, 100], for each row; ten times that where the minibatch shares the draw.
 
     Four times where each row has the classes besides that its features point at: on debian-deps (5,694 classes, ten
-    epochs) 300 shared ones then end 0.05 % behind 750, and in 0.57 of their time (docs/defaults.md).
+    epochs) 300 shared ones then end 0.05 % behind 750, and in 0.57 of their time (docs/studies.md).
     """
     per_row = int(min(max(20.0, math.sqrt(shape.n_classes)), 100.0))
     if isinstance(sampler, FeaturePointed):
@@ -143,7 +143,7 @@ def default_batch_size(shape: Shape, sampler: ClassSampler | None = None) -> int
     """A hundredth of the rows, in [32, 512]: at least a hundred steps an epoch unless the data are tiny.
 
     Up to 1,024 where rows with the same features come together, which takes classes that a minibatch shares: scored
-    once, they cost little more than one row, and say little more (docs/defaults.md).
+    once, they cost little more than one row, and say little more (docs/studies.md).
     """
     together = sampler is not None and sampler.shares and shape.repeats >= WORTH_MERGING
     most = 1024 if together else 512
@@ -173,7 +173,7 @@ def default_adagrad(rate: float | None, noise: Noise, shape: Shape, batch_size: 
     by sqrt(m) of that where features disagree, and by the agreement (`Shape.agreement`) where they do not. The eps,
     half of one row's gradient, keeps it from that full step where the first gradient is tiny: rarely drawn classes
     would jump. The rate is halved after a fifth of the usual epochs, after a tenth where noise is all there is to fear,
-    and so on like 1 / t (docs/defaults.md); in a stream, which has no end, it stays. Features are in units of their own
+    and so on like 1 / t (docs/studies.md); in a stream, which has no end, it stays. Features are in units of their own
     (`features`).
     """
     if rate is None:
@@ -193,7 +193,7 @@ def default_bias_scale(shape: Shape) -> float:
     mostly one sign (counts, pixels) their scores go along, whatever their label. The bias has to take that back, and
     with the rate of a single weight it never does in time: worth 0.23 nat on held-out rows of Omniglot. Where rows have
     little in common a faster bias is only a noisier one; with fewer weights than rows, and epochs enough to get there
-    anyway, the square root of that does (docs/defaults.md). In a stream, whose parts would not agree on it, 1.
+    anyway, the square root of that does (docs/studies.md). In a stream, whose parts would not agree on it, 1.
     """
     if shape.stream or shape.agreement <= 1.0:  # a part of a stream may be a single row
         return 1.0
@@ -291,7 +291,7 @@ def default_local_step(noise: Noise, shape: Shape | None, n_sampled: int) -> str
 
     Up to 20,000 rows are visited 30 times and more, and then a q for each of them can be kept; with ten visits it is
     always behind the weights, and one predicted from the features is not. A probit's depends on the label's score too
-    bluntly for that and stays with Newton. (docs/defaults.md has what each of these is worth.)
+    bluntly for that and stays with Newton. (docs/studies.md has what each of these is worth.)
     """
     if n_sampled >= FEWEST_TO_HALVE:
         return CrossFitted.name
@@ -332,7 +332,7 @@ def resolve_local(
     elif local_step is None and isinstance(sampler, AllClasses):
         if softmax:
             return NaturalGradient(StepSize(1.0, 0.0, "visits"), uses_updated=True, floor=False)
-        # A probit is there after one move; a logistic's linear tails make Newton overshoot (docs/defaults.md)
+        # A probit is there after one move; a logistic's linear tails make Newton overshoot (docs/studies.md)
         return Newton(StepSize(0.7, 0.0, "visits"), uses_updated=True, n_moves=1 if noise.name == "probit" else 2)
     else:
         name = default_local_step(noise, shape, n_sampled) if local_step is None else local_step

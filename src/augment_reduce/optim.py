@@ -187,7 +187,7 @@ class Adagrad(RowOptimizer):
     """Duchi et al. 2011:  s <- s + g^2,  w <- w + rate g / (sqrt(s) + eps). Indifferent to the scale of g.
 
     With `half_after` the rate at step t is learning_rate / (1 + (t - 1 - begin) / half_after): what the noise of the
-    minibatches leaves in the weights dies out (docs/defaults.md). It goes by t alone, so a fit that goes on is one that
+    minibatches leaves in the weights dies out (docs/studies.md). It goes by t alone, so a fit that goes on is one that
     never stopped.
 
     Biases have `bias_scale` times the rate: each is, but for eps, c times the weight of a feature that is always c.
