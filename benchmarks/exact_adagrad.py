@@ -104,7 +104,7 @@ class Model:
             moved, sums = self.move(old, x.T @ off, self.sums[features], share[:, None], 1.0)
             self.weight[features], self.sums[features] = moved, sums
             c = self.rule.bias_scale
-            self.bias, self.bias_sums = self.move(self.bias, off.sum(0), self.bias_sums, 1.0 / c**2, c)
+            self.bias, self.bias_sums = self.move(self.bias, off.sum(0), self.bias_sums, 0.0, c)
 
 
 def run(name: str, noise: Noise, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:

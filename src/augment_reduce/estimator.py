@@ -413,7 +413,8 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         if len(self.classes_) == 2:
             return _within(psi.dtype, psi[:, 1].astype(np.float64) - psi[:, 0])
         if linear.is_centred(self._fitted):
-            return _within(psi.dtype, psi - psi.mean(1, keepdims=True, dtype=np.float64))
+            mean = (psi / len(self.classes_)).sum(1, keepdims=True, dtype=np.float64)  # divided first: no overflow
+            return _within(psi.dtype, psi - mean)
         return psi
 
     def predict(self, X: Any) -> np.ndarray:

@@ -181,7 +181,9 @@ class Branches:
         return active[kept], active[out]
 
     def goes_on(self, settings: Settings) -> bool:
-        """Whether the fit itself takes the same steps as these runs."""
+        """Whether the fit itself takes the same steps as these runs. Not in a stream: it counts each row once."""
+        if self.shape.stream:
+            return False
         mine = self.settings
         same = settings.noise.name == mine.noise.name and settings.optimizer == mine.optimizer
         return same and settings.local == mine.local and not self.options["early_stopping"]
