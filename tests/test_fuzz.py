@@ -1,5 +1,9 @@
 """2,000 mutations of each format that we read. `python -m tests.fuzz` runs any number of them."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from fuzz import FUZZERS, Failure, run
 
@@ -18,3 +22,11 @@ def test_a_mutated_file_is_refused_in_one_way_or_read_rightly(name, part, tmp_pa
             f"{len(failures)} of {len(outcomes)}, first: python -m tests.fuzz {name} --only {case}"
         ) from error
     assert 0 < sum(outcome is True for outcome in outcomes) < len(outcomes)  # some are still right, most are not
+
+
+def test_the_command_runs_every_format():
+    command = [sys.executable, "-m", "tests.fuzz", "-n", "3", "--seed", "5"]
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert [line.split(":")[0] for line in run.stdout.splitlines()] == list(FUZZERS)
+    assert "0 failures" in run.stdout

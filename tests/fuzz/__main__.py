@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from sklearn.exceptions import ConvergenceWarning
 
 from . import FUZZERS, Failure, run
 
@@ -25,6 +26,7 @@ def main() -> int:
     chosen = parser.parse_args()
     limit_memory(int(chosen.memory * 1e9))
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", ConvergenceWarning)  # of the few steps that valid models are trained for
     torch.set_num_threads(1)  # its threads wait longer for each other than small arrays take
     cases = range(chosen.n) if chosen.only is None else range(chosen.only, chosen.only + 1)
     return max(fuzz(name, cases, chosen.seed, keep=chosen.only is not None) for name in chosen.formats or FUZZERS)
