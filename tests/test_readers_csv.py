@@ -95,6 +95,25 @@ def test_a_column_without_a_name_that_numbers_nothing_is_a_feature(values, tmp_p
     np.testing.assert_array_equal(table.X[:, 0], np.float32(values))
 
 
+@pytest.mark.parametrize("start", [0, 1, 10**8 + 10])
+@pytest.mark.parametrize(
+    "name", ["index", "Index", "ID", "Id", "row", "row_number", "row.names", "rownames", "level_0"]
+)
+def test_a_column_called_index_is_one_if_it_numbers_the_rows(name, start, tmp_path):
+    path = write(tmp_path, rows(range(start, start + N), f"{name},a,b,kind"))
+    with pytest.warns(DataFileWarning, match=rf"is called '{name}' and numbers the rows.*keep_index=True"):
+        assert read_csv(path).feature_names == ["a", "b"]
+    assert silent(path, keep_index=True).feature_names == [name, "a", "b"]
+    assert silent(write(tmp_path, rows([3, 1, 1, 2] * (N // 4), f"{name},a,b,kind"))).X.shape == (N, 3)
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "id"])
+def test_an_index_may_follow_the_label(name, tmp_path):
+    text = f"kind,{name},a\n" + "".join(f"{kind},{i},{i % 5}\n" for i, kind in enumerate(KINDS))
+    with pytest.warns(DataFileWarning, match="left out as an index"):
+        assert read_csv(write(tmp_path, text), label_column=0).feature_names == ["a"]
+
+
 def test_a_column_with_a_name_is_a_feature_whatever_it_holds(tmp_path):
     assert silent(write(tmp_path, rows(range(N), "i,a,b,kind"))).feature_names == ["i", "a", "b"]
 
@@ -145,6 +164,36 @@ def test_a_first_line_of_numbers_is_a_row(text, tmp_path):
     assert table.X.shape == (2, 2)
     assert table.y is not None
     assert len(table.y) == 2
+
+
+@pytest.mark.parametrize("missing", ["nan", "NA", "?", "", "null", "inf"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_first_row_with_a_missing_value_is_not_lost(missing, at, tmp_path):
+    """It was taken for the names of the columns, in silence."""
+    cells = ["1.5", "2", "x"]
+    cells[at] = missing
+    text = ",".join(cells) + "\n" + "1.5,2,x\n2.5,3,y\n" * 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataFileWarning)
+        with pytest.raises(DataFileError, match=rf"line 1, column {at}: expected a finite number") as caught:
+            read_csv(write(tmp_path, text))
+    assert caught.value.line == 1
+
+
+@pytest.mark.parametrize("text", ["True,1,x\n" + "False,2,y\n" * 5, "True,False,x\n" + "False,True,x\n" * 5])
+def test_a_first_line_of_true_and_false_is_a_row(text, tmp_path):
+    with pytest.warns(DataFileWarning, match="taken for a row"):
+        assert read_csv(write(tmp_path, text)).X.shape == (6, 2)
+
+
+@pytest.mark.parametrize("header", [",2018,2019,2020", ",0,1,2", ",0,1,kind", ",2018,2019,kind"])
+def test_numbers_after_an_empty_cell_above_an_index_are_names(header, tmp_path):
+    lines = "".join(f"{i},{i % 3}.5,{i % 5},{i % 2}\n" for i in range(20))
+    with pytest.warns(DataFileWarning) as said:
+        table = read_csv(write(tmp_path, header + "\n" + lines))
+    assert "left out as an index" in str(said[-1].message)
+    assert table.feature_names == header.split(",")[1:3]
+    assert table.X.shape == (20, 2)
 
 
 HEADERS = {

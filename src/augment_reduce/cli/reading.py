@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from ..data import DataFileError, LabelledRows, MultiLabelRows, all_pairs, detect_format, read_rows, reduce_labels
-from ..data.csv_guesses import UNNAMED, n_unnamed
+from ..data.csv_guesses import may_be_index, n_first
 from ..data.files import read_names
 from ..data.sparse_text import said_base
 from ..data.tables import Auto, csv_header
@@ -149,7 +149,7 @@ def _csv_columns(
         return _known_columns(path, reading, list(known), need_labels)
     # Trained on a file without names: the columns must simply be as many.
     fields, named = csv_header(path, header=header)
-    n_columns = len(fields) - (n_unnamed(fields) if named else 0)
+    n_columns = len(fields) - (n_first(fields) if named else 0)
     bare = not need_labels and reading.label_column is None and n_columns == model.n_features_in_
     return plain | {"label_column": None} if bare else plain
 
@@ -172,7 +172,7 @@ def _known_columns(path: Path, reading: Reading, known: Sequence[str], need_labe
         return columns | {"label_column": None, "ignore_columns": others}
     label = reading.label_column
     if label is None:
-        labels = [name for name in others if not UNNAMED.fullmatch(name)]
+        labels = [name for name in others if not may_be_index(name)]
         if len(labels) != 1:
             raise DataFileError(
                 path,

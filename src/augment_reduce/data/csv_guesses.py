@@ -1,7 +1,8 @@
 """What a csv file does not say: whether its first line names the columns, and whether its first column is an index.
 
-pandas writes its index as a first column without a name, and R its row names; taken for a feature, the number of a row
-gives its label away. A first line of numbers may be a row, or the years that name the columns.
+pandas writes its index as a first column without a name, others call it index or Id, and R writes its row names; taken
+for a feature, the number of a row gives its label away. A first line of numbers may be a row, one with missing values
+too, or the years that name the columns.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 UNNAMED = re.compile(r"(Unnamed: \d+(\.\d+)*)?")  # pandas calls columns so that it has read without a name
+INDEX_NAME = re.compile(r"index|idx|id|row|row[ _.]?(id|index|names?|number|num)|level_0|#", re.IGNORECASE)
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 WHOLE = re.compile(r"0|[1-9]\d*", re.ASCII)
+WORDS = {"true", "false"}
+MISSING = {"", "nan", "na", "n/a", "null", "none", "?", "-", ".", "inf", "+inf", "-inf", "infinity", "-infinity"}
 FEWEST_NUMBERED = 4  # columns called 0, 1, 2, ... as pandas does; fewer numbers in a row may be data
 FEWEST_COUNTED = 10  # rows counted by a column of a file without header; fewer may be data
 RARE = 0.1  # share of rows whose label is nobody else's, from which a label alone proves nothing
@@ -31,16 +35,27 @@ def is_number(text: str) -> bool:
 def names_columns(first: Sequence[str], rows: Sequence[Sequence[str]], label_at: int | None) -> tuple[bool, bool]:
     """(whether the first line names the columns, whether that is as good as certain), from some of the rows below it.
 
-    It does where a feature's is no number. Where all are numbers it is a row, unless they are 0, 1, 2, ..., or
-    different whole numbers beside a label that no row has although most labels come again.
+    It does where a feature's is neither a number nor a missing value. Where all are it is a row, unless they are 0, 1,
+    2, ..., or different whole numbers beside a label that no row has although most labels come again, or after an
+    empty cell above an index.
     """
+    n_blank = next((i for i, cell in enumerate(first) if cell or i == label_at), len(first))
+    if label_at is not None and label_at < n_blank:
+        return True, True
+    indexed = n_blank > 0 and _numbers_rows([row[0] for row in rows if row])
+    first, rows = first[n_blank:], [row[n_blank:] for row in rows]
+    label_at = None if label_at is None else label_at - n_blank
     features = [cell for i, cell in enumerate(first) if i != label_at]
-    if not all(map(is_number, features)) or not features:
+    values = [is_number(cell) or cell.lower() in WORDS for cell in features]
+    if not any(values) or not all(
+        known or cell.lower() in MISSING for known, cell in zip(values, features, strict=True)
+    ):
         return True, True
     if [*first] == [str(i) for i in range(len(first))]:
-        return len(first) >= FEWEST_NUMBERED, False
+        return len(first) >= FEWEST_NUMBERED or indexed, indexed
     if label_at is None or is_number(first[label_at]):
-        return False, True
+        header = indexed and all(map(WHOLE.fullmatch, first)) and len(set(first)) == len(first)
+        return header, not header
     labels = [row[label_at].strip() for row in rows if len(row) > label_at]
     if first[label_at].strip() in labels:
         return False, True
@@ -49,19 +64,28 @@ def names_columns(first: Sequence[str], rows: Sequence[Sequence[str]], label_at:
     counts = Counter(labels)
     alone = sum(count == 1 for count in counts.values())
     labels_come_again = bool(labels) and alone < RARE * len(labels)
-    return different and (labels_come_again or (numbered and len(features) > 1)), numbered
+    return different and (labels_come_again or (numbered and len(features) > 1)), numbered or indexed
 
 
 # ---- the first columns ----
 
 
-def n_unnamed(names: Sequence[str]) -> int:
-    """How many columns at the beginning have no name."""
-    return next((i for i, name in enumerate(names) if not UNNAMED.fullmatch(name)), len(names))
+def may_be_index(name: str) -> bool:
+    """Whether a column of this name may number the rows: it has no name, or is called index, Id, row, ..."""
+    return bool(UNNAMED.fullmatch(name) or INDEX_NAME.fullmatch(name))
+
+
+def n_first(names: Sequence[str]) -> int:
+    """How many columns at the beginning may be an index."""
+    return next((i for i, name in enumerate(names) if not may_be_index(name)), len(names))
+
+
+def _numbers_rows(cells: Sequence[str]) -> bool:
+    return all(map(is_number, cells)) and is_index(np.asarray(cells, np.float64))
 
 
 def is_index(values: npt.NDArray[np.float64]) -> bool:
-    """Whether a column without a name numbers the rows: whole numbers that all differ (also some of them, in any
+    """Whether a column that may be an index numbers the rows: whole numbers that all differ (also some of them, in any
     order), or that count and begin again, as where tables were joined."""
     if not len(values) or not (
         np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from augment_reduce.data.csv_columns import Cells, delimiter_of, find_column, find_columns
-from augment_reduce.data.csv_guesses import counts_rows, is_index, n_unnamed, names_columns
+from augment_reduce.data.csv_guesses import INDEX_NAME, counts_rows, is_index, n_first, names_columns
 from augment_reduce.data.files import (
     DataFileError,
     DataFileWarning,
@@ -60,18 +60,17 @@ def read_csv(
       text. `ignore_columns` names columns to leave out. `delimiter` is told from the first line unless given.
     - `header`: whether the first line names the columns. "auto" takes a line of numbers for a row, and warns; see
       `csv_guesses.names_columns`.
-    - A first column without a name that numbers the rows, as pandas writes its index, is left out, with a warning,
-      unless `keep_index`.
+    - A first column that numbers the rows and has no name, as pandas writes its index, or is called index, Id, row and
+      the like, is left out, with a warning, unless `keep_index`.
     """
     records, first = _first_record(path, delimiter)
     label_at, names, rows = _header(path, first, records, label_column, ignore_columns, header)
     shape = _shape(first, names)
     left_out = {i for column in ignore_columns for i in find_columns(path, shape, column)} | {label_at}
     kept = [i for i in range(len(shape)) if i not in left_out]
-    candidates = 0 if keep_index else 1 if names is None else n_unnamed(names)
     cells = Cells(path, names, kept)
     ids, codes, blocks, indexes = list[int](), dict[bytes, int](), list[np.ndarray](), list[np.ndarray]()
-    n_candidates = sum(i < candidates for i in kept)
+    n_candidates = 0 if keep_index else min(1, len(kept)) if names is None else n_first([names[i] for i in kept])
     for lines, fields in _row_blocks(path, rows, len(shape)):
         numbers = cells.numbers(lines, fields)
         indexes.append(numbers[:, :n_candidates])
@@ -81,7 +80,8 @@ def read_csv(
     if not blocks:
         raise DataFileError(path, expected="rows below the header", found="none", advice="Was it copied to the end?")
     X, first_columns = np.concatenate(blocks), np.concatenate(indexes)
-    stays = [j for j in range(n_candidates) if not _is_index(path, names, first_columns[:, j])]
+    called = [None if names is None else names[i] for i in kept[:n_candidates]]
+    stays = [j for j, name in enumerate(called) if not _is_index(path, name, first_columns[:, j])]
     X = np.concatenate([first_columns[:, stays].astype(np.float32), X], axis=1) if stays else X
     y = None if label_at is None else label_values(path, list(codes))[np.asarray(ids)]
     kept = [*(kept[j] for j in stays), *kept[n_candidates:]]
@@ -144,13 +144,14 @@ def _say_header(path: PathLike, line: int, header: bool) -> None:
     warnings.warn(DataFileWarning(path, fact, advice, line=line), stacklevel=4)
 
 
-def _is_index(path: PathLike, names: Sequence[str] | None, values: npt.NDArray[np.float64]) -> bool:
-    """Whether a first column numbers the rows; if so it is left out, and that is said."""
-    if not (counts_rows(values) if names is None else is_index(values)):
+def _is_index(path: PathLike, name: str | None, values: npt.NDArray[np.float64]) -> bool:
+    """Whether a first column (None: of a file without header) numbers the rows; if so it is left out, which is said."""
+    if not (counts_rows(values) if name is None else is_index(values)):
         return False
     low, high = int(values.min()), int(values.max())
-    fact = f"the first column has no name and numbers the rows ({low} to {high}), so it was left out as an index"
-    advice = "To keep it as a feature, give it a name, or say keep_index=True."
+    called = f"is called {name!r}" if name and INDEX_NAME.fullmatch(name) else "has no name"
+    fact = f"the first column {called} and numbers the rows ({low} to {high}), so it was left out as an index"
+    advice = "To keep it as a feature, give it another name, or say keep_index=True."
     warnings.warn(DataFileWarning(path, fact, advice), stacklevel=3)
     return True
 
