@@ -75,6 +75,23 @@ def the_same_without_the_row(make: Make) -> Found:
     return {"after": state(head)}
 
 
+def a_bad_weight_row(make: Make, value: float = math.nan, which: int = 4) -> Found:
+    """Weights of one class that are not finite, as of a checkpoint that was poisoned earlier; then more steps."""
+    head = make()
+    with torch.no_grad():
+        head.weight[which] = value
+    before, found = state(head), Found()
+    for t in range(4):
+        hidden, target = (x.to(head.weight.device) for x in batch(t))
+        hidden.requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            loss = head(hidden, target, **index_of(head))
+            loss.sum().backward()
+        found[f"loss {t}"], found[f"gradient {t}"] = loss.detach(), hidden.grad
+    return {**found, "before": before, "after": state(head), "skipped": head.skipped_rows}
+
+
 def a_bad_upstream_gradient(make: Make, value: float = math.inf) -> Found:
     """What a GradScaler sends when it has overflowed, for all rows or (reduction "none") for one of them."""
     head = make()

@@ -70,6 +70,15 @@ if INTERPRETED or torch.cuda.is_available():
         assert ours["skipped"] == (1 if "reduction" in options else B)
         assert all(x.isfinite().all() for x in ours["later"].values())
 
+    @pytest.mark.parametrize("options", [*OPTIONS, {"local": "fresh"}, {"floor": None}], ids=str)
+    @pytest.mark.parametrize(("value", "which"), [(math.nan, 4), (math.nan, 18), (math.inf, 24)])
+    def test_a_bad_weight_row(options, value, which, monkeypatch):
+        """A minimum with a bound made a score of it that is finite: the loss was 1e30, the gradient by hidden NaN."""
+        ours, theirs = on_both(faults.a_bad_weight_row, monkeypatch, options, value=value, which=which)
+        assert_same(ours, theirs)
+        assert ours["skipped"] > 0
+        assert all(ours[f"gradient {t}"].isfinite().all() for t in range(4))
+
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     @pytest.mark.parametrize("how", ["empty", "ignored"])
     def test_nothing_to_learn_at_first(options, how, monkeypatch):

@@ -68,6 +68,18 @@ def test_a_row_that_is_not_finite_moves_nothing(model, value, options):
 
 
 @pytest.mark.parametrize("local", ["amortised", "fresh", "persistent"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_class_whose_weights_are_not_finite_poisons_no_other(model, value, local):
+    found = faults.a_bad_weight_row(making(model=model, local=local), value)
+    assert found["skipped"] > 0
+    assert all(found[f"gradient {t}"].isfinite().all() for t in range(4))
+    for name, after in found["after"].items():
+        others = torch.arange(len(after)) != 4 if name == "weight" else slice(None)
+        assert after[others].isfinite().all(), name
+
+
+@pytest.mark.parametrize("local", ["amortised", "fresh", "persistent"])
 @pytest.mark.parametrize("model", MODELS)
 def test_without_an_optimizer_such_a_row_does_not_poison_c(model, local):
     found = faults.a_bad_hidden_row(making(model=model, local=local, optimizer=None, sparse_grad=False))

@@ -25,12 +25,14 @@ LARGEST_MOVE, WIDEST = tl.constexpr(5.0), tl.constexpr(0.25)
 
 @triton.jit
 def newton(location, log_precision, slope, bend, alpha):
-    """Natural gradient on (m, log precision), at most two deviations a move."""
+    """Natural gradient on (m, log precision), at most two deviations a move; NaN stays NaN."""
+    slope_is, bend_is = slope == slope, bend == bend  # which a minimum or maximum would forget
     precision = tl.exp(log_precision)
     moved = (1.0 - alpha) * precision + alpha * tl.maximum(-bend, LEAST)
     reach = 2.0 / tl.sqrt(tl.maximum(precision, moved))
     move = tl.minimum(tl.maximum(alpha * slope / moved, -reach), reach)
-    return location + move, tl.minimum(tl.maximum(tl.log(moved), LOW), HIGH)
+    location = tl.where(slope_is & bend_is, location + move, float("nan"))
+    return location, tl.where(bend_is, tl.minimum(tl.maximum(tl.log(moved), LOW), HIGH), float("nan"))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from ._cuda_noise import SOFTMAX, about_cdf, exp
 
 FAR = tl.constexpr(40.0)  # e^40 times as many classes as there are is still far from overflow
-HIGHEST = tl.constexpr(1e30)  # of a score: what overflowed stays finite
+HIGHEST = tl.constexpr(1e30)  # of a score; others are NaN, which makes `finish` leave their rows out
 
 
 @triton.jit
@@ -53,7 +53,8 @@ def scores(
             h = tl.load(h_at + start, mask=in_b[:, None] & in_d, other=0.0)
             w = tl.load(w_at + start, mask=in_s[:, None] & in_d, other=0.0)
         psi = multiplied(h, tl.trans(w), psi, PRECISION)
-    psi += tl.load(RowBias + s, mask=in_s, other=0.0)[None, :]
+    # Before the bias, which may be -inf; and no minimum or maximum, which would make a number of NaN.
+    psi = tl.where(tl.abs(psi) < HIGHEST, psi, float("nan")) + tl.load(RowBias + s, mask=in_s, other=0.0)[None, :]
     label = tl.load(Label + b, mask=in_b, other=-1)
     own = tl.load(Classes + s, mask=in_s, other=-1).to(tl.int32)
     counts = in_s[None, :] & (label >= 0)[:, None] & (own[None, :] != label[:, None])
@@ -61,7 +62,7 @@ def scores(
     sums_at = Sums + block_s.to(tl.int64) * B + b
     if NOISE == SOFTMAX:
         v = tl.load(V + b, mask=in_b, other=0.0)
-        log_pull = tl.where(counts, tl.minimum(psi + log_weight[None, :] - v[:, None], HIGHEST), -float("inf"))
+        log_pull = tl.where(counts, psi + log_weight[None, :] - v[:, None], -float("inf"))
         top = tl.max(log_pull, axis=1)
         ref = tl.where(top > FAR, top, 0.0)
         pull = exp(log_pull - ref[:, None])
@@ -72,10 +73,11 @@ def scores(
         value = tl.zeros((BLOCK_B,), dtype=tl.float32)
         bend = tl.zeros((BLOCK_B,), dtype=tl.float32)
         omega = tl.where(counts, tl.exp(log_weight)[None, :], 0.0)
+        psi = tl.where(counts, psi, 0.0)
         for j in tl.static_range(J):
             v = tl.load(V + b * J + j, mask=in_b, other=0.0)
             node = tl.load(NodeWeight + j)
-            log_cdf, ratio, second = about_cdf(v[:, None] - tl.minimum(psi, HIGHEST), Tail, NOISE)
+            log_cdf, ratio, second = about_cdf(v[:, None] - psi, Tail, NOISE)
             pull += node * ratio * omega
             value += node * tl.sum(log_cdf * omega, axis=1)
             bend += node * tl.sum(second * omega, axis=1)
@@ -85,6 +87,7 @@ def scores(
         tl.store(sums_at + 2 * blocks * B, bend, mask=in_b)
     if STORE:
         at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
+        pull = tl.where(pull == pull, pull, 0.0)
         tl.store(at, pull.to(Pull.dtype.element_ty), mask=in_b[:, None] & in_s[None, :])
 
 
@@ -111,6 +114,7 @@ def to_hidden(
     inside = in_b[:, None] & in_d[None, :]
     own = tl.load(LabelRows + at, mask=inside, other=0.0).to(tl.float32)
     out = scale[:, None] * total - at_label[:, None] * own
+    out = tl.where(counts[:, None], out, 0.0)  # beside a class whose weights are not finite it is NaN
     tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
 
 

@@ -146,13 +146,14 @@ class Local(Kept):
 
     def learn(
         self, hidden: Tensor, psi_y: Tensor, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor, seen: Tensor,
-        index: Tensor | None, floor: float | None,
+        index: Tensor | None, floor: float | None, counted: Tensor | None = None,
     ) -> None:  # fmt: skip
         """After the step: the prediction moves towards what the sample says, and so do the rows' own numbers.
 
         The best c, or m, solves E[residual] = 0 with curvature 1 by design (`residuals`), so least squares apply, in
         their normalised form (each block of features divided by its energy): for quadratics it cannot diverge while
-        the three rates sum to less than 2. `seen` (B,) is 0 for rows to leave out.
+        the three rates sum to less than 2. `seen` (B,) is 0 for rows to leave out;
+        `counted` (B,) is True for rows that were left out for their scores alone: a kernel knows of these too late.
         """
         with torch.no_grad():
             rho = torch.where(seen > 0, residuals(self.softmax, predicted, used, slope, bend, floor), 0.0)
@@ -167,7 +168,7 @@ class Local(Kept):
             if not self.softmax:
                 label_energy = (seen * label * label).sum().clamp_min(1e-12)
                 self.label_slope += LABEL_RATE * (rho @ label) / label_energy
-            self.learned += (seen > 0).any()
+            self.learned += (seen > 0 if counted is None else counted).any()
             if self.mode == "persistent" and index is not None:
                 self.remember(index, used, slope, bend, seen)
 

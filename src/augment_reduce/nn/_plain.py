@@ -58,9 +58,17 @@ def label_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Te
 
 
 def shared_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """psi (B, S) of the sampled classes, and their weight rows (S, D) in the dtype of `hidden`."""
+    """psi (B, S) of the sampled classes, and their weight rows (S, D) in the dtype of `hidden`.
+
+    The scores of a class whose weights are not finite are NaN, so that no row with such a class counts; a bias may be
+    -inf, which leaves its class out.
+    """
     rows = weight[classes].to(hidden.dtype)
     psi = hidden @ rows.T
+    finite = rows.isfinite().all(dim=1)
+    if hidden.device.type != "cpu" or not bool(finite.all()):
+        psi.masked_fill_(~finite, torch.nan)
+        rows = torch.where(finite[:, None], rows, 0.0)
     return (psi if bias is None else psi.add_(bias[classes].to(hidden.dtype))), rows
 
 

@@ -127,7 +127,9 @@ def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     seen = counts & usable & found.bound.isfinite() & found.slope.isfinite() & found.bend.isfinite()
     if step.learn:
         seen_weight = seen.to(h.dtype)
-        step.local.learn(h, psi_y, predicted, used, found.slope, found.bend, seen_weight, step.index, step.floor)
+        step.local.learn(
+            h, psi_y, predicted, used, found.slope, found.bend, seen_weight, step.index, step.floor, counts & usable
+        )
     step.tally[ROWS] += (counts & usable).sum()
     step.tally[ROWS_BEFORE] = step.tally[ROWS]
     step.tally[FLOORED] += (found.floored & seen).sum()
