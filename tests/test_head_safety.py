@@ -183,6 +183,26 @@ def test_of_several_checkpointed_calls_each_repeats_its_own_draw(local, n_calls)
     assert_equal(ours["after"], plain["after"])
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]], ids=str)
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_backward_passes_may_come_in_any_order(order, made_inside):
+    """With targets made inside the function, any order but the last one gave each call the draw of another."""
+    found = []
+    for wrap in (False, True):
+        head = make(optimizer=None, sparse_grad=False)
+
+        def call(hidden, labels, head=head):
+            return head(2.0 * hidden, labels + 0 if made_inside else labels)
+
+        inputs = [(hidden.requires_grad_(), labels) for hidden, labels in map(batch, range(4))]
+        run = torch.utils.checkpoint.checkpoint if wrap else (lambda f, *a, use_reentrant: f(*a))
+        losses = [run(call, *one, use_reentrant=False) for one in inputs]
+        for i in order:
+            losses[i].backward()
+        found.append(torch.stack([hidden.grad for hidden, _ in inputs]))
+    assert torch.equal(*found)
+
+
 def test_a_checkpoint_with_an_evaluation_in_between():
     """Calls in eval mode draw too; they must not shift what the repeated call uses."""
     head, twin = make(), make()

@@ -21,10 +21,13 @@ REMEMBERED, REMEMBERED_NUMBERS = 64, 1 << 22
 
 
 class Call(NamedTuple):
-    """One forward pass: the how many-th it was, which parts of q(v) (Q, B) it used, and whether it learned."""
+    """One forward pass: the how many-th it was, which parts of q(v) (Q, B) it used, and whether it learned.
+
+    `target` is kept, so that no other tensor can get its place in memory.
+    """
 
     signature: tuple[Any, ...]
-    tensor: int
+    target: Tensor
     training: bool
     number: int
     used: Tensor
@@ -50,8 +53,8 @@ class Calls:
     def add(self, hidden: Tensor, target: Tensor, step: Step, training: bool) -> None:
         """Count a call that was just made, and remember it if it may be repeated."""
         if step.used is not None and (training or torch.is_grad_enabled()):
-            signature, tensor = _signature(hidden, target), target.data_ptr()
-            self._last.append(Call(signature, tensor, training, self.number, step.used, step.learn))
+            call = Call(_signature(hidden, target), target, training, self.number, step.used, step.learn)
+            self._last.append(call)
             self._open.add(self.number)
             self._numbers += step.used.numel()
         while len(self._last) > REMEMBERED and self._numbers > REMEMBERED_NUMBERS:
@@ -65,16 +68,19 @@ class Calls:
     def repeated(self, hidden: Tensor, target: Tensor, training: bool) -> Call | None:
         """The call that is being repeated, if this is one inside a backward pass; else None.
 
-        It had the same shapes. The last one with the same target tensor comes first; targets that are made inside
-        the checkpointed function are new tensors, and then backward passes go through the calls of the same mode,
-        training or not, from the last one on.
+        It had the same shapes. The last one with the same target tensor comes first. Targets that are made inside the
+        checkpointed function are new tensors: then it is one of the same mode, training or not, with the same values
+        (asked for where there is a choice: on a GPU the host waits), the last one where there are several.
         """
         if torch._C._current_graph_task_id() == -1:
             return None
         alike = [call for call in reversed(self._last) if call.signature == _signature(hidden, target)]
-        same_target = [call for call in alike if call.tensor == target.data_ptr()]
+        same_target = [call for call in alike if call.target.data_ptr() == target.data_ptr()]
         alike = [call for call in alike if call.training == training]
-        for candidates in (same_target, alike):
+        waiting = [call for call in alike if call.number in self._open]
+        if not same_target and len(waiting) > 1:
+            waiting = [call for call in waiting if _same_values(call.target, target)]
+        for candidates in (same_target, waiting, alike):
             for call in candidates:
                 if call.number in self._open:
                     self._open.discard(call.number)
@@ -86,6 +92,10 @@ class Calls:
                 "larger chunks, or leave the head out of the checkpointed function."
             )
         return (same_target or alike or [None])[0]
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def _signature(hidden: Tensor, target: Tensor) -> tuple[Any, ...]:
