@@ -198,7 +198,7 @@ def test_whatever_says_that_there_is_no_memory_says_it_alike(error, monkeypatch)
         raise error
 
     monkeypatch.setattr("augment_reduce.fitting.zeros", fails)
-    with pytest.raises(MemoryError, match=r"This fit needs about 0\.0\d GB, of which .* GB are left"):
+    with pytest.raises(MemoryError, match=r"This fit needs about 0\.\d\d GB, of which .* GB are left"):
         clf.fit(X, y)
     assert not hasattr(clf, "classes_")
     monkeypatch.undo()
@@ -252,12 +252,81 @@ def test_the_estimate_covers_what_is_kept():
     """Weights, states, tables: what a fit holds at its end is no more than was said before."""
     X = sp.random(500, 30_000, density=0.001, random_state=0, format="csr", dtype=np.float32)
     for settings in ({}, {"optimizer": "adam"}, {"optimizer": "rowwise-adagrad"}, {"model": "probit"}):
-        clf = AugmentReduceClassifier(max_iter=2, random_state=0, **settings).fit(X, np.arange(500) % 50)
+        settings = {"prior_variance": 1.0, "max_iter": 2, "random_state": 0, **settings}
+        clf = AugmentReduceClassifier(**settings).fit(X, np.arange(500) % 50)
         fitted = clf._fitted
         parameters = fitted.parameters
         tensors = [parameters.weight, *parameters.weight_state, *fitted.local.values(), *fitted.sampler.values()]
         kept = sum(t.numel() * t.element_size() for t in tensors) + fitted.feature_counts.nbytes
         assert kept <= fitted.bytes_needed <= 3 * kept + 2e7
+
+
+PEAK = """
+import threading, time
+import numpy as np, scipy.sparse as sp
+from augment_reduce import AugmentReduceClassifier
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+def fit(X, y, **settings):
+    return AugmentReduceClassifier(n_jobs=1, random_state=0, **settings).fit(X, y)
+rng = np.random.default_rng(0)
+{small}
+{rows}
+before, peak, ended = resident(), [0], []
+def watch():
+    while not ended:
+        peak[0] = max(peak[0], resident())
+        time.sleep(0.002)
+watcher = threading.Thread(target=watch)
+watcher.start()
+clf = fit(X, np.arange(len(y)) % 5, **{settings})
+ended.append(1)
+watcher.join()
+print(peak[0] - before, clf._fitted.bytes_needed)
+"""
+LARGE = {
+    "wide and sparse": "X = sp.random(500, 40_000, density=0.001, format='csr', dtype=np.float32)",
+    "wide and dense": "X = rng.normal(size=(1000, 2000)).astype(np.float32)",
+    "tall and sparse": "X = sp.random(7000, 1000, density=0.05, format='csr', dtype=np.float32)",
+    "tall and dense": "X = rng.normal(size=(5000, 1000)).astype(np.float32)",
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="asks Linux for resident memory")
+@pytest.mark.parametrize("settings", [{}, {"max_iter": 5}], ids=["the optimum", "the search"])
+@pytest.mark.parametrize("rows", LARGE)
+def test_the_exact_optimum_is_counted(rows, settings):
+    """In no part: a fit of 5 GB was said to need .02, and killed in a container."""
+    small = (
+        "for x in (rng.normal(size=(50, 5)),) * 2: fit(x, np.arange(50) % 5), fit(sp.csr_matrix(x), np.arange(50) % 5)"
+    )
+    code = PEAK.format(small=small, rows=f"{LARGE[rows]}; y = np.arange(X.shape[0]) % 5", settings=settings)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    peak, said = map(int, done.stdout.split())
+    assert peak <= 1.1 * said
+    assert said <= 3 * peak + 1e8
+
+
+def test_a_limit_of_address_space_is_asked_before_the_first_kernel():
+    """The compiler ends the process where it finds no memory; rows were merged by a kernel before anything was
+    asked."""
+    code = """
+import resource, numpy as np, scipy.sparse as sp
+from augment_reduce import AugmentReduceClassifier
+X = sp.random(1000, 5_000, density=0.01, format="csr", dtype=np.float32)
+used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**21, used + 2**21))
+try:
+    AugmentReduceClassifier(n_jobs=2).fit(X, np.arange(1000) % 10)
+except MemoryError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "GB are available" in done.stdout
 
 
 def test_few_classes_and_very_many_features_are_counted():

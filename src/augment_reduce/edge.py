@@ -20,6 +20,7 @@ from .noise import Noise
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what was expected
 LARGEST_FEATURE = 1e15  # one step moves a score by the rate times as much
+EXACT_OVERHEAD = 25_000_000  # bytes
 LIGHTEST = 1e-15  # of the largest row weight
 MOST_STEPS = 2**53
 METHODS = ("augment-reduce", "one-vs-each", "sampled-softmax", "exact")
@@ -50,8 +51,9 @@ def check_scale(
         )
 
 
-def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict[str, int]:
-    """What a fit will allocate that is large, by name, in bytes."""
+def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool, exact: bool = False) -> dict[str, int]:
+    """What a fit will allocate that is large, by name, in bytes. `exact`: whether the optimum over all rows is looked
+    for, by the fit or by the search for its prior."""
     item = torch.empty(0, dtype=settings.dtype).element_size()
     matrix = shape.n_classes * shape.n_features * item
     nodes = 1 if settings.noise.name == "softmax" else getattr(settings.local, "n_nodes", 1)
@@ -71,7 +73,17 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> dict
     sizes["tables of features"] = (32 + item) * shape.n_features
     sizes["one step"] = per_step
     sizes["looks"] = 64 * min(256 * shape.n_classes, 2_000_000)
+    if exact:
+        sizes["exact optimum"] = _exact_bytes(shape)
     return sizes
+
+
+def _exact_bytes(shape: Shape) -> int:
+    """Of `direct`: rows as float64, their eigenbasis, X'X or XX' with its eigenvectors, scores, and L-BFGS's pairs. How
+    often each is there at once was measured: tests/test_limits.py."""
+    N, D, K, R = shape.n_rows, shape.n_features, shape.n_classes, min(shape.n_rows, shape.n_features)
+    rows = 0 if shape.sparse and N < D else (3 if shape.sparse else 6) * N * D
+    return 8 * (rows + 3 * D * R + 3 * N * R + 4 * R * R + 12 * N * K + 40 * K * R) + EXACT_OVERHEAD
 
 
 def check_weights(n_classes: int, n_features: int, dtype: torch.dtype) -> None:
@@ -81,10 +93,12 @@ def check_weights(n_classes: int, n_features: int, dtype: torch.dtype) -> None:
     _refuse_too_large(sizes, 0, n_classes, n_features, dtype)
 
 
-def check_memory(settings: Settings, shape: Shape, early_stopping: bool, anew: bool = True) -> int:
+def check_memory(
+    settings: Settings, shape: Shape, early_stopping: bool, anew: bool = True, exact: bool = False
+) -> int:  # fmt: skip
     """Refuse, before anything is allocated, a fit that cannot fit; return the bytes it will take in all, with those
     that are there already where it goes on."""
-    sizes = memory_bytes(settings, shape, early_stopping)
+    sizes = memory_bytes(settings, shape, early_stopping, exact)
     there = 0 if anew else sizes["weights"] + sizes["optimiser state"]
     _refuse_too_large(sizes, there, shape.n_classes, shape.n_features, settings.dtype)
     return sum(sizes.values())

@@ -19,7 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from . import diagnosis, direct_fit, fitting, interrupts, labels, linear, predict, prior_search, saving
-from .defaults import Settings, Shape, resolve, resolve_dtype, solves_directly
+from .defaults import Settings, Shape, is_small, resolve, resolve_dtype, solves_directly
 from .edge import check_load, check_memory, check_parameters, check_prediction, check_scale, check_weights
 from .fitting import threads
 from .kernels.rows import Rows, as_rows
@@ -27,7 +27,7 @@ from .kernels.threads import one_torch_thread
 from .limits import memory_errors
 from .local import LocalStep
 from .merging import merged
-from .noise import Noise, resolve_noise
+from .noise import Gumbel, Noise, resolve_noise
 from .optim import RowOptimizer
 from .sampler import ClassSampler
 from .training import Stopwatch
@@ -283,12 +283,12 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         """Resolve all settings; allocate fresh parameters, or make sure that the old ones can go on."""
         options = self.get_params(deep=False)
         plain = Shape(len(rows.active()), rows.X.n_features, len(self.classes_), rows.X.n_nonzero, stream)
-        if solves_directly(options, noise, plain):
-            rows = merged(rows)
-        active, own = rows.active(), rows.X
         dtype = resolve_dtype(options["dtype"], rows.torch_dtype)
         if anew:
             check_weights(len(self.classes_), rows.X.n_features, dtype)
+        if solves_directly(options, noise, plain):
+            rows = merged(rows)
+        active, own = rows.active(), rows.X
         scaling = fitting.units(own, active, rows.weight, options, stream) if anew else self._fitted.scaling
         if scaling is not None:
             rows = dataclasses.replace(rows, X=scaling.apply(own, own.values.dtype))
@@ -297,7 +297,9 @@ class AugmentReduceClassifier(ClassifierMixin, BaseEstimator):
         held_out = fitting.n_held_out(len(active), self.validation_fraction) if self.early_stopping else 0
         settings = resolve(options, noise, shape.without(held_out), rows.torch_dtype)
         settings = dataclasses.replace(settings, direct=solves_directly(options, noise, plain))
-        bytes_needed = check_memory(settings, shape, self.early_stopping, anew)
+        searched = anew and isinstance(self.prior_variance, str) and self.preset is None and not stream
+        exact = settings.direct or (searched and is_small(Gumbel(), shape))
+        bytes_needed = check_memory(settings, shape, self.early_stopping, anew, exact)
         if anew:
             seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
             with one_torch_thread(), memory_errors("This fit", bytes_needed):
