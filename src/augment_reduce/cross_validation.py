@@ -44,6 +44,8 @@ class Judged:
     losses: np.ndarray  # of each judged row, with the factor
     factor: float
     solutions: list[Solution]
+    scores: np.ndarray  # (judged rows, K)
+    labels: np.ndarray
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Found:
     n_folds: int
     why: str
     rate: float = 1.0  # times that of the rule
+    noise_scale: float = 1.0  # scores of the model's noise over those of the softmax that was searched with
 
 
 class Path:
@@ -105,7 +108,7 @@ class Path:
                 factor, losses = best_factor(all_scores, all_labels, self.weight)
             else:
                 factor, losses = 1.0, losses_at(1.0, all_scores, all_labels)
-            self.judged[e] = Judged(losses, factor, solutions)
+            self.judged[e] = Judged(losses, factor, solutions, all_scores, all_labels)
         return self.judged[e]
 
     def is_better(self, e: int, than: int) -> bool:
@@ -118,10 +121,10 @@ class Path:
         deviation = math.sqrt(np.average((gain - mean) ** 2, weights=self.weight))
         return bool(mean > max(WORTH, EVIDENCE * deviation / math.sqrt(rows)))
 
-    def search(self) -> Found:
+    def search(self) -> tuple[Found, Judged | None]:
         """Up or down by factors of four while that is better, then by one of two."""
         if not len(self.weight):
-            return Found(self.variance(0), 1.0, math.nan, 0, "no class has rows to train on and rows to judge by")
+            return Found(self.variance(0), 1.0, math.nan, 0, "no class has rows to train on and rows to judge by"), None
         step, e = (2 if self.is_better(2, 0) else -2), 0
         while abs(e + step) <= FURTHEST and self.is_better(e + step, e):
             e += step
@@ -129,7 +132,7 @@ class Path:
         best = self.at(e)
         how = f"{self.n_folds}-fold cross-validation" if self.n_folds > 1 else "a fifth of the rows held out"
         loss = float(np.average(best.losses, weights=self.weight))
-        return Found(self.variance(e), best.factor, loss, self.n_folds, f"{how}: loss {loss:.4f}")
+        return Found(self.variance(e), best.factor, loss, self.n_folds, f"{how}: loss {loss:.4f}"), best
 
 
 def canonical_order(X: Rows, rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:

@@ -55,7 +55,7 @@ def _optimum(
 ) -> Solution:  # fmt: skip
     """Of any other noise from the optimum of a softmax, which is cheap and near."""
     labels = torch.from_numpy(codes.astype(np.int64))
-    ratio = relative_variance(settings.noise)
+    ratio = relative_variance(settings.noise) if fitted.found is None else fitted.found.noise_scale**2
 
     def objective(noise: Any, share: float) -> Objective:
         variance, of_bias = settings.prior_variance, settings.intercept_prior_variance

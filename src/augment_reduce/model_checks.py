@@ -78,8 +78,8 @@ def _is_found(value: Any) -> bool:
         return True
     return (
         isinstance(value, dict)
-        and value.keys() == {"variance", "factor", "loss", "n_folds", "why", "rate"}
-        and all(_is_number(value[name]) and value[name] > 0 for name in ("variance", "factor", "rate"))
+        and value.keys() == {"variance", "factor", "loss", "n_folds", "why", "rate", "noise_scale"}
+        and all(_is_number(value[name]) and value[name] > 0 for name in ("variance", "factor", "rate", "noise_scale"))
         and (value["loss"] is None or _is_number(value["loss"]))
         and _whole(LARGEST)(value["n_folds"])
         and isinstance(value["why"], str)

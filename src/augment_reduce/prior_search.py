@@ -5,7 +5,7 @@ Training runs: a first part at the variance and the rate that the rules of `defa
 or a higher rate. From the end of the better one go short branches, over which the rate falls: at that variance, at four
 times it and at a fourth of it, and further while that is better. The fit itself goes on from where they began.
 Everything follows from the seed, so an interrupted search is simply repeated. A probit or a logistic model searches
-with a softmax, which is cheaper, and has its variance times the ratio of the noises' variances.
+with a softmax, which is cheaper, and has its variance times the square of how large its scores are (`noise_scale`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from . import fitting, limits
-from .cross_validation import Found, Path, best_factor, canonical_order, losses_at
+from .cross_validation import Found, Judged, Path, best_factor, canonical_order, losses_at
 from .defaults import Settings, Shape, is_small, relative_variance, resolve
 from .direct import Basis
 from .features import FeatureScaling
 from .fitting import Fitted, TrainingRows
 from .noise import Gumbel, Noise, resolve_noise
+from .noise_scale import expected_scale, relative_scale
 from .optim import Adagrad, RowOptimizer
 from .seeds import mix
 
@@ -61,16 +62,30 @@ def find(
     noise = settings.noise
     of_softmax = is_small(Gumbel(), shape) and not shape.stream
     if of_softmax:
-        found, scaling = by_cross_validation(fitted, X, rows, shape, settings, stop_asked)
+        found, judged, scaling = by_cross_validation(fitted, X, rows, shape, settings, stop_asked)
         if scaling is not fitted.scaling and scaling is not None:
             fitted.scaling = scaling
             rows = replace(rows, X=scaling.apply(X, rows.X.values.dtype))
     else:
-        found = by_training(fitted, settings, rows, shape, options, stop_asked)
+        found, judged = by_training(fitted, settings, rows, shape, options, stop_asked)
     if stop_asked():
         return settings, rows
-    fitted.found = replace(found, variance=found.variance * relative_variance(noise))
+    fitted.found = of_noise(found, judged, noise, rate_is_ours(options))
     return with_found(settings, fitted.found), rows
+
+
+def rate_is_ours(options: dict[str, Any]) -> bool:
+    return options["learning_rate"] is None and not isinstance(options["optimizer"], RowOptimizer)
+
+
+def of_noise(found: Found, judged: Judged | None, noise: Noise, with_rate: bool) -> Found:
+    """What was found for a softmax, for a model with this noise: its scores are rho times as large, so its weights are,
+    and so is the rate that takes them there (the rule's ratio of rates is that of the noises' variances)."""
+    if judged is None:
+        return replace(found, variance=found.variance * relative_variance(noise), noise_scale=expected_scale(noise))
+    rho = relative_scale(noise, judged.scores, judged.labels)
+    rate = found.rate * rho / relative_variance(noise) if with_rate else found.rate
+    return replace(found, variance=found.variance * rho**2, rate=rate, noise_scale=rho)
 
 
 def with_found(settings: Settings, found: Found) -> Settings:
@@ -86,12 +101,12 @@ def with_found(settings: Settings, found: Found) -> Settings:
 
 def by_cross_validation(
     fitted: Fitted, X: Any, rows: TrainingRows, shape: Shape, settings: Settings, stop_asked: StopAsked
-) -> tuple[Found, FeatureScaling | None]:
+) -> tuple[Found, Judged | None, FeatureScaling | None]:
     """The variance, and the units of the features: one for all that are alike, or each its own, whichever predicts
     better."""
     active = rows.active()
     weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
-    codes, best, best_scaling = rows.codes[active].astype(np.int64), None, fitted.scaling
+    codes, best, judged, best_scaling = rows.codes[active].astype(np.int64), None, None, fitted.scaling
     order = canonical_order(rows.X, active, codes, fitted.seed)
     candidates = [fitted.scaling]
     if fitted.scaling is not None and settings.direct:
@@ -105,11 +120,11 @@ def by_cross_validation(
             basis, order, codes, weight, shape.n_classes, fitted.seed, stop_asked, with_factor=settings.direct,
             fit_intercept=settings.fit_intercept,
         )  # fmt: skip
-        found = path.search()
+        found, judged_here = path.search()
         if best is None or found.loss < best.loss:
-            best, best_scaling = found, scaling
+            best, judged, best_scaling = found, judged_here, scaling
     assert best is not None
-    return best, best_scaling
+    return best, judged, best_scaling
 
 
 # ---- training ----
@@ -117,15 +132,15 @@ def by_cross_validation(
 
 def by_training(
     fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any], stop_asked: StopAsked
-) -> Found:
+) -> tuple[Found, Judged | None]:
     search = Branches(fitted, settings, rows, shape, options, stop_asked)
     first = search.variance(0)
     if search.why_not:
-        return Found(first, 1.0, math.nan, 0, f"by the rule for the first one: {search.why_not}")
-    found, branch = search.search()
+        return Found(first, 1.0, math.nan, 0, f"by the rule for the first one: {search.why_not}"), None
+    found, judged, branch = search.search()
     if search.goes_on(with_found(settings, found)) and not stop_asked():
         continue_from(fitted, branch)
-    return found
+    return found, judged
 
 
 def continue_from(fitted: Fitted, branch: Fitted) -> None:
@@ -153,7 +168,7 @@ class Branches:
         self.warm = max(1, min(max(WARM_EPOCHS * per_epoch, WARM_STEPS), int(WARM_SHARE * most)))
         self.per_branch = max(1, min(max(BRANCH_EPOCHS * per_epoch, BRANCH_STEPS), int(BRANCH_SHARE * most)))
         weights = fitted.parameters.weight
-        self.with_rate = options["learning_rate"] is None and not isinstance(options["optimizer"], RowOptimizer)
+        self.with_rate = rate_is_ours(options)
         self.why_not = ""
         if settings.max_iter < FEWEST_EPOCHS * per_epoch:
             self.why_not = f"a search needs fits of {FEWEST_EPOCHS} epochs or more"
@@ -188,41 +203,41 @@ class Branches:
         same = settings.noise.name == mine.noise.name and settings.optimizer == mine.optimizer
         return same and settings.local == mine.local and not self.options["early_stopping"]
 
-    def search(self) -> tuple[Found, Fitted]:
-        """What was found, and the start that the fit can go on from."""
-        start, rate, (factor, losses) = self.best_rate()
+    def search(self) -> tuple[Found, Judged, Fitted]:
+        """What was found, how it was judged, and the start that the fit can go on from."""
+        start, rate, best = self.best_rate()
         e = 0
         for step in (2, -2):
             while abs(e + step) <= FURTHEST and not self.stop_asked():
                 tried = self.at(start, e + step)
-                if not self.is_better(tried[1], losses):
+                if not self.is_better(tried.losses, best.losses):
                     break
-                e, (factor, losses) = e + step, tried
+                e, best = e + step, tried
             if e:
                 break
-        factor = factor if factor >= CERTAIN else 1.0
-        loss = float(losses.mean())
+        factor = best.factor if best.factor >= CERTAIN else 1.0
+        loss = float(best.losses.mean())
         why = f"{len(self.left_out):,} rows held out: loss {loss:.4f} after {self.warm + self.per_branch:,} steps"
-        return Found(self.variance(e), factor, loss, 1, why, rate), start
+        return Found(self.variance(e), factor, loss, 1, why, rate), best, start
 
-    def best_rate(self) -> tuple[Fitted, float, tuple[float, np.ndarray]]:
+    def best_rate(self) -> tuple[Fitted, float, Judged]:
         """(the first part of a fit, its rate as a multiple of the rule's, how it is judged): at another rate where that
         is better."""
         rule, rate, start = self.settings.optimizer, 1.0, self.begin()
-        factor, losses = self.at(start, 0)
+        best = self.at(start, 0)
         if not self.with_rate or not isinstance(rule, Adagrad):
-            return start, rate, (factor, losses)
-        step = RATE_STEP if factor > TOO_SLOW else 1.0 / RATE_STEP if factor < TOO_FAST else 1.0
+            return start, rate, best
+        step = RATE_STEP if best.factor > TOO_SLOW else 1.0 / RATE_STEP if best.factor < TOO_FAST else 1.0
         for _ in range(MOST_RATES if step != 1.0 else 0):
             before = self.settings
             self.settings = replace(before, optimizer=replace(rule, learning_rate=rule.learning_rate * rate * step))
-            tried = self.begin()
-            tried_factor, tried_losses = self.at(tried, 0)
-            if self.stop_asked() or not self.is_better(tried_losses, losses):
+            other_start = self.begin()
+            tried = self.at(other_start, 0)
+            if self.stop_asked() or not self.is_better(tried.losses, best.losses):
                 self.settings = before
                 break
-            start, rate, factor, losses = tried, rate * step, tried_factor, tried_losses
-        return start, rate, (factor, losses)
+            start, rate, best = other_start, rate * step, tried
+        return start, rate, best
 
     @staticmethod
     def is_better(losses: np.ndarray, than: np.ndarray) -> bool:
@@ -237,8 +252,8 @@ class Branches:
         started.scaling, started.found = self.scaling, Found(0.0, 1.0, 0.0, 0, "")
         return self.advance(started, self.settings, self.variance(0), self.warm)
 
-    def at(self, start: Fitted, e: int) -> tuple[float, np.ndarray]:
-        """(the best factor, each left-out row's loss) at this variance, after a branch from the start.
+    def at(self, start: Fitted, e: int) -> Judged:
+        """How left-out rows are predicted at this variance, after a branch from the start.
 
         The rate falls to a ninth over the branch, or its noise would be mistaken for too weak a prior.
         """
@@ -254,13 +269,13 @@ class Branches:
         fitting.advance(fitted, settings, self.rows, self.active, n_iter, self.options, self.stop_asked)
         return fitted
 
-    def judge(self, fitted: Fitted) -> tuple[float, np.ndarray]:
+    def judge(self, fitted: Fitted) -> Judged:
         """The best factor, and each left-out row's loss with it or with one, whichever is larger: weights that are on
         their way are too small, and that must not be mistaken for too strong a prior. Too large ones will become larger
         still."""
         scores, labels = self.scores_of(fitted)
         factor, losses = best_factor(scores, labels, np.ones(len(labels)))
-        return factor, losses if factor >= 1.0 else losses_at(1.0, scores, labels)
+        return Judged(losses if factor >= 1.0 else losses_at(1.0, scores, labels), factor, [], scores, labels)
 
     def scores_of(self, fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
         """(scores, labels) of the rows left out."""

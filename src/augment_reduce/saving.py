@@ -197,7 +197,7 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
 def encode_found(found: Found) -> dict[str, Any]:
     """JSON has no NaN: where nothing was judged the loss is null."""
     loss = found.loss if math.isfinite(found.loss) else None
-    numbers = {name: float(getattr(found, name)) for name in ("variance", "factor", "rate")}
+    numbers = {name: float(getattr(found, name)) for name in ("variance", "factor", "rate", "noise_scale")}
     return vars(found) | numbers | {"loss": loss}
 
 

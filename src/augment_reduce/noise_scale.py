@@ -1,0 +1,54 @@
+"""How large the scores of another noise's model are beside a softmax's, on the same rows.
+
+The search for a prior fits softmax models, which are cheap. A probit or a logistic model of the same rows has about the
+same scores times a factor, and a prior variance times its square. The factor depends on the data: two classes that
+differ little ask for the ratio of the noises' deviations, many classes with large margins ask for less of a noise with
+light tails. So it is measured, on the scores psi of rows that were left out:
+
+    rho = a(noise) / a(Gumbel),   a(noise) = argmax_a  sum_n log p_noise(y_n | a psi_n)
+
+with a pull of (log rho)^2 towards the ratio of the deviations, which decides where rows are few.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from . import quadrature
+from .defaults import relative_variance
+from .noise import Gumbel, Noise
+
+MOST_ROWS, FEWEST_ROWS, MOST_PAIRS = 400, 50, 400_000
+PULL = 2.0  # weight of (log rho - log of the ratio of deviations)^2, in rows' nats
+NEAR, FAR = 0.03, 8.0  # precision of a factor; the furthest from where it is expected
+
+
+def expected_scale(noise: Noise) -> float:
+    """rho where nothing is known of the data."""
+    return math.sqrt(relative_variance(noise))
+
+
+def relative_scale(noise: Noise, psi: np.ndarray, labels: np.ndarray) -> float:
+    """rho, from scores (N, K) of a softmax for rows that it was not fitted to, and their labels."""
+    expected = expected_scale(noise)
+    if noise.name == Gumbel().name or not len(labels):
+        return expected
+    n = min(len(labels), MOST_ROWS, max(FEWEST_ROWS, MOST_PAIRS // psi.shape[1]))
+    some = np.linspace(0, len(labels) - 1, n).astype(np.int64)
+    rows, of_rows = torch.from_numpy(psi[some].astype(np.float64)), torch.from_numpy(labels[some].astype(np.int64))
+    own = _best_scale(Gumbel(), rows, of_rows, 1.0, 0.0)
+    return _best_scale(noise, rows * own, of_rows, expected, PULL)
+
+
+def _best_scale(noise: Noise, psi: Tensor, labels: Tensor, expected: float, pull: float) -> float:
+    def loss(log_ratio: float) -> float:
+        value = quadrature.log_likelihood(noise, psi * (expected * math.exp(log_ratio)), labels)
+        return pull * log_ratio**2 - float(value.clamp(min=-1e6).sum())
+
+    bounds = (-math.log(FAR), math.log(FAR))
+    return expected * math.exp(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": NEAR}).x)
