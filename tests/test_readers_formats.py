@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import os
 import struct
 import tracemalloc
 import warnings
@@ -392,3 +393,21 @@ def test_arff_faults_are_named(contents, message):
 def test_an_arff_row_of_nothing_is_a_row(tmp_path):
     text = arff.to_repository_text(ARFF + b"{}\n")
     assert read_xml_repository(write(tmp_path, text, "x")).n_rows == 2
+
+
+@pytest.mark.parametrize("name", ["loop.csv", "x" * 300 + ".csv", "a\0b.csv", "loop.npz", "loop.svm"])
+def test_a_file_that_cannot_be_opened_is_refused_as_any_other(name, tmp_path):
+    """A loop of links, a name that is too long or none at all: they were OSErrors and a ValueError of Python's."""
+    if name.startswith("loop"):
+        (tmp_path / name).symlink_to(name)
+    with pytest.raises(DataFileError, match=r"can be opened.*(levels|long)|the name of a file"):
+        read_rows(tmp_path / name)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused_as_any_other(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n1,2\n")
+    path.chmod(0)
+    with pytest.raises(DataFileError, match="can be opened"):
+        read_rows(path)

@@ -69,14 +69,22 @@ def packed_with(start: bytes) -> str | None:
 def open_data(path: PathLike) -> Iterator[BinaryIO]:
     """Open `path` for reading bytes, unpacking on the fly; a damaged packed file becomes a `DataFileError`."""
     path = Path(path)
-    if path.is_dir():
-        raise DataFileError(path, expected="a file", found="a folder", advice="Name the data file inside it.")
     try:
+        if path.is_dir():
+            raise DataFileError(path, expected="a file", found="a folder", advice="Name the data file inside it.")
         raw = open(path, "rb")  # noqa: SIM115 (closed below)
     except FileNotFoundError:
         raise DataFileError(
             path, expected="a data file", found="nothing there", advice="Check the spelling and the current folder."
         ) from None
+    except OSError as error:  # no permission, a name too long, a loop of links
+        raise DataFileError(
+            path, expected="a data file that can be opened", found=f"one that cannot ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        if isinstance(error, DataFileError):
+            raise
+        raise DataFileError(path, expected="the name of a file", found=shown(str(path))) from None
     with raw:
         packer = packed_with(raw.peek(10)[:10])
         try:
