@@ -68,7 +68,7 @@ def labels(Target, SampleWeight, RowWeight, Tally, b, in_b, n_classes, ignore_in
     weight = inside.to(tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(SampleWeight + b, mask=in_b, other=0.0).to(tl.float32)
-        valid = (weight >= 0.0) & (weight < float("inf"))
+        valid = (weight >= 0.0) & (weight < LARGEST)
         count(Tally, BAD_WEIGHTS, inside & ~valid)
         weight = tl.where(inside & valid, weight, 0.0)
     counts = weight != 0.0

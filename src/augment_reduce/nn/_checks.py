@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._plain import LARGEST
+
 REDUCTIONS = ("none", "mean", "sum")
 HALF = (torch.bfloat16, torch.float16)
 
@@ -51,15 +53,22 @@ def flat_rows(name: str, value: Tensor, hidden: Tensor, weight: Tensor, *, integ
 
 
 def check_sample_weight(sample_weight: Tensor) -> None:
-    """Finite and not negative. On a GPU such rows are left out and counted instead: the host need not wait."""
+    """Not negative, below 1e15, and not all next to 0, so that float32 can sum them. On a GPU the rows of the first
+    two kinds are left out and counted instead: the host need not wait."""
     if sample_weight.device.type != "cpu":
         return
-    bad = ~((sample_weight >= 0.0) & sample_weight.isfinite())
+    bad = ~((sample_weight >= 0.0) & (sample_weight < LARGEST))
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
-            f"Expected sample_weight to be finite and not negative, but {int(bad.sum())} of {len(bad)} are not; first "
-            f"at row {row}: {float(sample_weight[row])}. A weight of 0 leaves a row out."
+            f"Expected sample_weight to be below {LARGEST:.0e} and not negative, but {int(bad.sum())} of "
+            f"{len(bad)} are not; first at row {row}: {float(sample_weight[row])}. A weight of 0 leaves a row out."
+        )
+    heaviest = float(sample_weight.max()) if len(sample_weight) else 0.0
+    if 0.0 < heaviest < 1.0 / LARGEST:
+        raise ValueError(
+            f"Expected a sample_weight of {1.0 / LARGEST:.0e} at least, or 0, but the largest is {heaviest:.3g}. "
+            "Divide the weights by their mean."
         )
 
 

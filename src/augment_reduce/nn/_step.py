@@ -226,8 +226,8 @@ def _labels_and_weights(step: Step, n_classes: int, dtype: torch.dtype) -> tuple
 
 
 def is_weight(sample_weight: Tensor) -> Tensor:
-    """Where a sample weight is one: not negative, and finite."""
-    return (sample_weight >= 0.0) & sample_weight.isfinite()
+    """Where a sample weight is one: not negative, and of a size that can be summed."""
+    return (sample_weight >= 0.0) & (sample_weight < LARGEST)
 
 
 def out_of_range(n_classes: int, count: int, example: int, ignore_index: int, row: int | None = None) -> str:

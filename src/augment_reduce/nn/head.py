@@ -269,8 +269,8 @@ class AugmentReduceHead(nn.Module):
             return out_of_range(self.n_classes, tally[BAD_TARGETS], tally[BAD_TARGET], self.ignore_index)
         if tally[BAD_WEIGHTS]:
             return (
-                f"Expected sample_weight to be finite and not negative, but {tally[BAD_WEIGHTS]} were not. A weight of "
-                "0 leaves a row out."
+                f"Expected sample_weight to be below 1e15 and not negative, but {tally[BAD_WEIGHTS]} were "
+                "not. A weight of 0 leaves a row out."
             )
         return None
 
