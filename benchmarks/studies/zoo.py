@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,45 +271,75 @@ def one(name: str, half: str, problem: Problem, seed: int, learner: str, cap: fl
 # ---- summary ----
 
 
-def means(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """problem -> learner -> means over seeds."""
-    groups: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+Found = dict[str, dict[int, dict[str, Any]]]  # learner -> seed -> what was measured
+
+
+def results(path: Path) -> dict[str, Found]:
+    """Of every problem."""
+    table: dict[str, Found] = defaultdict(lambda: defaultdict(dict))
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
-            groups[row["problem"], row["learner"]].append(row)
-    table: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for (name, learner), rows in groups.items():
-        numbers = {
-            key: float(np.mean([float(row[key]) for row in rows]))
-            for key in ("log_likelihood", "precision_at_1", "precision_at_5", "seconds")
-        }
-        table[name][learner] = numbers | {key: rows[0][key] for key in ("half", "N", "D", "K")}
+            numbers = {
+                key: float(row[key]) for key in ("log_likelihood", "precision_at_1", "precision_at_5", "seconds")
+            }
+            of = {key: row[key] for key in ("half", "N", "D", "K")}
+            table[row["problem"]][row["learner"]][int(row["seed"])] = numbers | of
     return table
 
 
-def regret(found: dict[str, dict[str, Any]], learner: str, against: str) -> float:
-    """By how much the loss is larger than that of another, as a share of it."""
+def common_seeds(found: Found, learners: Iterable[str]) -> list[int]:
+    """Seeds that all of these have (those that are not there at all do not count)."""
+    sets = [set(found[name]) for name in learners if name in found]
+    return sorted(set.intersection(*sets)) if sets else []
+
+
+def mean(found: Found, learner: str, key: str, seeds: Iterable[int]) -> float:
+    return float(np.mean([found[learner][seed][key] for seed in seeds]))
+
+
+def regret(found: Found, learner: str, against: str) -> float:
+    """By how much the loss is larger than that of another, as a share of it; means over the seeds of both."""
     if learner not in found or against not in found:
         return float("nan")
-    loss, other = -found[learner]["log_likelihood"], -found[against]["log_likelihood"]
+    seeds = common_seeds(found, (learner, against))
+    loss, other = (-mean(found, name, "log_likelihood", seeds) for name in (learner, against))
     return (loss - other) / max(other, 1e-9)
 
 
+def cell(found: Found, learner: str, seeds: Iterable[int]) -> str:
+    """Log likelihood / precision at 1, seconds."""
+    if learner not in found:
+        return ""
+    log_p, p1, seconds = (
+        mean(found, learner, key, seeds) for key in ("log_likelihood", "precision_at_1", "seconds")
+    )  # fmt: skip
+    return f"{log_p:.3f} / {p1:.3f}, {seconds:.1f} s" if np.isfinite(log_p) else f"not done in {seconds:.0f} s"
+
+
+def best_other(found: Found, seeds: list[int]) -> str:
+    """The other library with the most right guesses, but for scikit-learn's, which has a column of its own."""
+    hits = {
+        name: np.nan_to_num(mean(found, name, "precision_at_1", seeds), nan=-1.0)
+        for name in found
+        if name not in (*OURS, CEILING, LOGISTIC)
+    }
+    if not hits:
+        return ""
+    name = max(hits, key=hits.__getitem__)
+    return f"{name} {cell(found, name, seeds)}"
+
+
 def summary(path: Path) -> str:
-    table = means(path)
-    learners = [name for name in LEARNERS if any(name in found for found in table.values())]
-    lines = ["| problem (half) | N x D, K | " + " | ".join(learners) + " |", "|---" * (len(learners) + 2) + "|"]
+    """A line a problem, means over the seeds that all of its learners have; then regrets over all seeds of a pair."""
+    table = results(path)
+    heads = ("softmax", "probit", "logistic", "softmax, tuned", "LogisticRegression, tuned", "best other library")
+    lines = ["| problem (half) | N x D, K | " + " | ".join(heads) + " |", "|---" * (len(heads) + 2) + "|"]
     for name, found in table.items():
-        of = next(iter(found.values()))
-        cells = [
-            f"{found[x]['log_likelihood']:.3f} / {found[x]['precision_at_1']:.3f}, {found[x]['seconds']:.1f} s"
-            if x in found
-            else ""
-            for x in learners
-        ]
+        of, seeds = next(iter(found[OURS[0]].values())), common_seeds(found, found)
+        cells = [cell(found, learner, seeds) for learner in (*OURS, CEILING, LOGISTIC)] + [best_other(found, seeds)]
         lines.append(f"| {name} ({of['half']}) | {of['N']} x {of['D']}, {of['K']} | " + " | ".join(cells) + " |")
     for half in ("choose", "report"):
-        own = {name: found for name, found in table.items() if next(iter(found.values()))["half"] == half}
+        own = {name: found for name, found in table.items() if half_of(found) == half}
         for against in (CEILING, LOGISTIC):
             values = np.array([regret(found, OURS[0], against) for found in own.values()])
             values = values[np.isfinite(values)]
@@ -328,12 +358,18 @@ def summary(path: Path) -> str:
     return "\n".join(lines)
 
 
-def precision_gap(found: dict[str, dict[str, Any]]) -> float:
+def half_of(found: Found) -> str:
+    return str(next(iter(next(iter(found.values())).values()))["half"])
+
+
+def precision_gap(found: Found) -> float:
     """Ours minus the best other library's."""
-    others = [v["precision_at_1"] for name, v in found.items() if not name.startswith("ours")]
+    others = [name for name in found if not name.startswith("ours")]
     if OURS[0] not in found or not others:
         return float("nan")
-    return found[OURS[0]]["precision_at_1"] - float(np.nanmax(others))
+    seeds = common_seeds(found, (OURS[0], *others))
+    best = np.nanmax([mean(found, name, "precision_at_1", seeds) for name in others])
+    return mean(found, OURS[0], "precision_at_1", seeds) - float(best)
 
 
 def figure(path: Path, target: Path) -> None:
@@ -343,23 +379,26 @@ def figure(path: Path, target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    table = {name: found for name, found in means(path).items() if OURS[0] in found}
+    table = {name: found for name, found in results(path).items() if OURS[0] in found}
     axes = plt.subplots(figsize=(9, 0.3 * len(table) + 1.5))[1]
     shown = {
         OURS[0]: ("o", "C0"), CEILING: ("|", "C0"), LOGISTIC: ("x", "C1"), "lightgbm": ("^", "C2"),
         "napkinxc-plt": ("s", "C3"), "omikuji": ("d", "C4"), "pecos": ("v", "C5"), "fasttext": ("+", "C6"),
     }  # fmt: skip
-    names = sorted(table, key=lambda name: (next(iter(table[name].values()))["half"], name), reverse=True)
+    names = sorted(table, key=lambda name: (half_of(table[name]), name), reverse=True)
     for learner, (marker, colour) in shown.items():
         points = []
         for at, name in enumerate(names):
-            losses = {x: -v["log_likelihood"] for x, v in table[name].items() if np.isfinite(v["log_likelihood"])}
+            found = table[name]
+            seeds = common_seeds(found, found)
+            losses = {other: -mean(found, other, "log_likelihood", seeds) for other in found}
+            losses = {other: loss for other, loss in losses.items() if np.isfinite(loss)}
             if learner in losses:
                 best = max(min(losses.values()), 1e-3)
                 points.append((min(1.0, max(losses[learner] / best - 1.0, 1e-4)), at))
         if points:
             axes.plot(*zip(*points, strict=True), marker, color=colour, label=learner, markersize=7, fillstyle="none")
-    labels = [f"{name} ({next(iter(table[name].values()))['half']})" for name in names]
+    labels = [f"{name} ({half_of(table[name])})" for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8)
     axes.set_xscale("log")
     axes.set_xlabel("regret in log likelihood against the best learner (1 and above at the edge)")
