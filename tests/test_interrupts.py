@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+import unittest.mock
 import warnings
 
 import numpy as np
@@ -180,11 +181,11 @@ class RaiseAtLine:
     """Counts the lines that the training thread runs in this package, and raises at one of them."""
 
     def __init__(self, at=None):
-        self.at, self.lines, self.where = at, 0, None
+        self.at, self.lines, self.where, self.ended = at, 0, None, False
 
     def __call__(self, frame, event, argument):
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE) or code.co_filename.endswith("interrupts.py"):
+        if self.ended or not code.co_filename.startswith(PACKAGE) or code.co_filename.endswith("interrupts.py"):
             return None
         if event == "line":
             self.lines += 1
@@ -195,12 +196,14 @@ class RaiseAtLine:
 
 
 def fit_traced(clf, X, y, tracer):
-    Worker.idle.clear()  # a thread that is there already is not traced
+    """In a new thread, since one that is there is not traced. (An old one may become idle at any moment.)"""
     threading.settrace(tracer)
     try:
-        clf.fit(X, y)
+        with unittest.mock.patch.object(Worker, "any", Worker):
+            clf.fit(X, y)
     finally:
         threading.settrace(None)
+        tracer.ended = True  # later fits may get this thread
         Worker.idle.clear()
 
 
