@@ -9,8 +9,9 @@ from test_convergence import optimum
 from user_noises import StudentT3
 
 from augment_reduce import AugmentReduceClassifier, quadrature
+from augment_reduce.defaults import Shape, is_small
 from augment_reduce.mode_grid import ModeGrid
-from augment_reduce.noise import resolve_noise
+from augment_reduce.noise import Gumbel, resolve_noise
 
 
 def rows(n=240, D=6, K=4, seed=0):
@@ -153,3 +154,9 @@ def test_what_can_choose_nothing_falls_back_and_drops_no_class(name, model, sett
         assert np.isfinite(p).all()
         assert (p > 0).all()
         assert clf.prior_variance_ > 0
+
+
+@pytest.mark.parametrize(("n_rows", "n_features", "small"), [(500, 40_000, True), (1_000, 200_000, False)])
+def test_very_many_columns_are_left_to_steps(n_rows, n_features, small):
+    """The optimum rotates them to a basis of at most N vectors of D numbers: 1.6 GB here, and twice that on the way."""
+    assert is_small(Gumbel(), Shape(n_rows, n_features, 10, 10 * n_rows)) == small

@@ -33,6 +33,7 @@ OF_STEPS = {  # parameters that have a meaning for steps only, and their default
 }  # fmt: skip
 MOST_PAIRS = {"softmax": 5_000_000, "probit": 60_000, "logistic": 60_000}  # of rows and classes
 MOST_NUMBERS, MOST_COLUMNS, MOST_PRODUCTS = 10_000_000, 1_200, 40_000_000
+MOST_BASIS = 50_000_000  # numbers of the basis that very many columns are rotated to: 400 MB
 LOCAL_STEPS: dict[str, type[LocalStep]] = {
     cls.name: cls for cls in (NaturalGradient, Reparameterised, Newton, Amortised, CrossFitted)
 }
@@ -218,7 +219,8 @@ def is_small(noise: Noise, shape: Shape) -> bool:
     N, K, R = shape.n_rows, shape.n_classes, min(shape.n_rows, shape.n_features)
     if MOST_PAIRS.get(noise.name, MOST_PAIRS["probit"] if noise.smooth_log_concave else 0) < N * K:
         return False
-    return N * R <= MOST_NUMBERS and R <= MOST_COLUMNS and N * K * (R + 20) <= MOST_PRODUCTS
+    fits = N * R <= MOST_NUMBERS and R <= MOST_COLUMNS and shape.n_features * R <= MOST_BASIS
+    return fits and N * K * (R + 20) <= MOST_PRODUCTS
 
 
 def solves_directly(parameters: dict[str, object], noise: Noise, shape: Shape) -> bool:
