@@ -37,6 +37,7 @@ BRANCH_EPOCHS, BRANCH_STEPS, BRANCH_SHARE = 1, 200, 0.08
 FURTHEST = 6  # factors of two from the first variance, each way
 RATE_STEP, MOST_RATES = 2.5, 2
 TOO_FAST, TOO_SLOW = 1.03, 1.2  # best factors of scores, below and above which another rate is tried
+NEAR_ENOUGH = 0.95  # best factor above which a rate that is better than a higher one is not lowered further
 CERTAIN = 1.5  # from which the factor of a short run is that of the whole fit; below that weights still grow
 EVIDENCE = 0.3  # standard errors by which another variance or rate has to be better
 WORTH_SHARE = 0.002  # and share of the loss
@@ -237,6 +238,8 @@ class Branches:
                 self.settings = before
                 break
             start, rate, best = other_start, rate * step, tried
+            if best.factor > NEAR_ENOUGH if step < 1.0 else best.factor < TOO_SLOW:
+                break
         return start, rate, best
 
     @staticmethod
