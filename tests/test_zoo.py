@@ -70,5 +70,6 @@ def test_learners_are_compared_on_seeds_that_both_have(zoo, tmp_path):
             writer.writerow(of | row)
     found = zoo.results(path)["p"]
     assert zoo.regret(found, "ours-softmax", "ours-tuned") == pytest.approx(0.1)
-    assert zoo.precision_gap(found) == pytest.approx(0.05)
+    assert zoo.precision_gap(found, zoo.LINEAR) == pytest.approx(0.05)
+    assert np.isnan(zoo.precision_gap(found, ("lightgbm",)))
     assert "pecos -2.000 / 0.450" in zoo.summary(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +46,7 @@ COLUMNS = (
 )  # fmt: skip
 CEILING, LOGISTIC = "ours-tuned", "sklearn-tuned"
 OURS = ("ours-softmax", "ours-probit", "ours-logistic")
+LINEAR = (LOGISTIC, "pecos", "omikuji", "napkinxc-plt", "fasttext")
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 MOST_TESTED = 5_000
 Result = tuple[float, float, float, float, str]  # log likelihood, precision at 1 and 5, seconds, note
@@ -254,6 +256,9 @@ def one(name: str, half: str, problem: Problem, seed: int, learner: str, cap: fl
             log_p, p1, p5, seconds, note = LEARNERS[learner](problem, seed)
     except (NotApplicable, ImportError, KeyError):
         return None
+    except subprocess.CalledProcessError as error:
+        print(f"{name} {seed} {learner}: failed, {error}", flush=True)
+        return None
     except peers.TimeUp:
         log_p = p1 = p5 = float("nan")
         seconds, note = cap, f"not done after {cap:.0f} s"
@@ -288,20 +293,27 @@ def results(path: Path) -> dict[str, Found]:
 
 
 def common_seeds(found: Found, learners: Iterable[str]) -> list[int]:
-    """Seeds that all of these have (those that are not there at all do not count)."""
-    sets = [set(found[name]) for name in learners if name in found]
+    """Seeds that all of these have. A learner that is not there, or was never done in time, does not count."""
+    done = {
+        name: {seed for seed, of in found[name].items() if np.isfinite(of["log_likelihood"])}
+        for name in learners
+        if name in found
+    }
+    sets = [seeds for seeds in done.values() if seeds]
     return sorted(set.intersection(*sets)) if sets else []
 
 
 def mean(found: Found, learner: str, key: str, seeds: Iterable[int]) -> float:
-    return float(np.mean([found[learner][seed][key] for seed in seeds]))
+    """Over these seeds; over its own where it has none of them."""
+    own = common_seeds(found, (learner,))
+    return float(np.mean([found[learner][seed][key] for seed in ([seed for seed in seeds if seed in own] or own)]))
 
 
 def regret(found: Found, learner: str, against: str) -> float:
     """By how much the loss is larger than that of another, as a share of it; means over the seeds of both."""
-    if learner not in found or against not in found:
-        return float("nan")
     seeds = common_seeds(found, (learner, against))
+    if not common_seeds(found, (learner,)) or not common_seeds(found, (against,)):
+        return float("nan")
     loss, other = (-mean(found, name, "log_likelihood", seeds) for name in (learner, against))
     return (loss - other) / max(other, 1e-9)
 
@@ -310,19 +322,16 @@ def cell(found: Found, learner: str, seeds: Iterable[int]) -> str:
     """Log likelihood / precision at 1, seconds."""
     if learner not in found:
         return ""
-    log_p, p1, seconds = (
-        mean(found, learner, key, seeds) for key in ("log_likelihood", "precision_at_1", "seconds")
-    )  # fmt: skip
-    return f"{log_p:.3f} / {p1:.3f}, {seconds:.1f} s" if np.isfinite(log_p) else f"not done in {seconds:.0f} s"
+    if not common_seeds(found, (learner,)):
+        return f"not done in {next(iter(found[learner].values()))['seconds']:.0f} s"
+    log_p, p1, seconds = (mean(found, learner, key, seeds) for key in ("log_likelihood", "precision_at_1", "seconds"))
+    return f"{log_p:.3f} / {p1:.3f}, {seconds:.1f} s"
 
 
 def best_other(found: Found, seeds: list[int]) -> str:
     """The other library with the most right guesses, but for scikit-learn's, which has a column of its own."""
-    hits = {
-        name: np.nan_to_num(mean(found, name, "precision_at_1", seeds), nan=-1.0)
-        for name in found
-        if name not in (*OURS, CEILING, LOGISTIC)
-    }
+    others = [name for name in found if name not in (*OURS, CEILING, LOGISTIC) and common_seeds(found, (name,))]
+    hits = {name: mean(found, name, "precision_at_1", seeds) for name in others}
     if not hits:
         return ""
     name = max(hits, key=hits.__getitem__)
@@ -348,13 +357,14 @@ def summary(path: Path) -> str:
                     f"\n{half}, against {against}: regret median {np.median(values):.2%}, worst {values.max():.2%}, "
                     f"at least as good on {(values <= 0).mean():.0%} of {len(values)}"
                 )
-        gaps = np.array([precision_gap(found) for found in own.values()])
-        gaps = gaps[np.isfinite(gaps)]
-        if len(gaps):
-            lines.append(
-                f"\n{half}, precision at 1 against the best other library: at least equal on {(gaps >= 0).mean():.0%} "
-                f"of {len(gaps)}, worst {gaps.min():+.3f}"
-            )
+        for words, among in (("linear model", LINEAR), ("tree ensemble (LightGBM)", ("lightgbm",))):
+            gaps = np.array([precision_gap(found, among) for found in own.values()])
+            gaps = gaps[np.isfinite(gaps)]
+            if len(gaps):
+                lines.append(
+                    f"\n{half}, precision at 1 against the best other {words}: at least equal on "
+                    f"{(gaps >= 0).mean():.0%} of {len(gaps)}, worst {gaps.min():+.3f}"
+                )
     return "\n".join(lines)
 
 
@@ -362,14 +372,14 @@ def half_of(found: Found) -> str:
     return str(next(iter(next(iter(found.values())).values()))["half"])
 
 
-def precision_gap(found: Found) -> float:
-    """Ours minus the best other library's."""
-    others = [name for name in found if not name.startswith("ours")]
-    if OURS[0] not in found or not others:
+def precision_gap(found: Found, among: Iterable[str]) -> float:
+    """Ours minus that of the best of these."""
+    others = [name for name in among if common_seeds(found, (name,))]
+    if not common_seeds(found, OURS[:1]) or not others:
         return float("nan")
     seeds = common_seeds(found, (OURS[0], *others))
-    best = np.nanmax([mean(found, name, "precision_at_1", seeds) for name in others])
-    return mean(found, OURS[0], "precision_at_1", seeds) - float(best)
+    best = max(mean(found, name, "precision_at_1", seeds) for name in others)
+    return mean(found, OURS[0], "precision_at_1", seeds) - best
 
 
 def figure(path: Path, target: Path) -> None:
@@ -391,8 +401,8 @@ def figure(path: Path, target: Path) -> None:
         for at, name in enumerate(names):
             found = table[name]
             seeds = common_seeds(found, found)
-            losses = {other: -mean(found, other, "log_likelihood", seeds) for other in found}
-            losses = {other: loss for other, loss in losses.items() if np.isfinite(loss)}
+            done = [other for other in found if common_seeds(found, (other,))]
+            losses = {other: -mean(found, other, "log_likelihood", seeds) for other in done}
             if learner in losses:
                 best = max(min(losses.values()), 1e-3)
                 points.append((min(1.0, max(losses[learner] / best - 1.0, 1e-4)), at))
