@@ -45,8 +45,15 @@ def test_missing_fits_are_made_and_summarised(zoo, tmp_path, capsys):
     assert len(rows) == 2 * 2 * 3  # what was there is not made again
     assert all(-2.0 < float(row["log_likelihood"]) < 0.0 and row["versions"] for row in rows)
     capsys.readouterr()
-    zoo.main(["--summary", str(path), "--figure", str(tmp_path / "zoo.png")])
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(["above", zoo.MARKERS[0], "old", zoo.MARKERS[1], "below"]), encoding="utf-8")
+    zoo.main(["--summary", str(path), "--figure", str(tmp_path / "zoo.png"), "--docs", str(page)])
     out = capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("above")
+    assert text.endswith("below")
+    assert out.strip() in text
+    assert "old" not in text
     assert "| iris (choose) | 105 x 4, 3 |" in out
     assert "report, against sklearn-tuned: regret median" in out
     assert (tmp_path / "zoo.png").stat().st_size > 5_000

@@ -1,7 +1,8 @@
 """The defaults on problems of many kinds, beside a tuned fit of ours and beside other libraries.
 
     python benchmarks/studies/zoo.py --seeds 0 1 2 --output benchmarks/results/zoo.csv    # fits what is not there yet
-    python benchmarks/studies/zoo.py --summary benchmarks/results/zoo.csv --figure docs/images/zoo.png
+    python benchmarks/studies/zoo.py --summary benchmarks/results/zoo.csv --figure docs/images/zoo.png \\
+        --docs docs/defaults.md        # the table of that page, between its markers
 
 `zoo_problems.py` has the problems. Half of them have chosen the rules of `defaults.py`, the other half only reports.
 Test rows choose nothing: what is tuned is tuned on a part of the training rows.
@@ -49,6 +50,7 @@ OURS = ("ours-softmax", "ours-probit", "ours-logistic")
 LINEAR = (LOGISTIC, "pecos", "omikuji", "napkinxc-plt", "fasttext")
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 MOST_TESTED = 5_000
+MARKERS = ("<!-- zoo: made by benchmarks/studies/zoo.py -->", "<!-- end of zoo -->")
 Result = tuple[float, float, float, float, str]  # log likelihood, precision at 1 and 5, seconds, note
 
 
@@ -418,6 +420,11 @@ def figure(path: Path, target: Path) -> None:
     axes.figure.savefig(target, dpi=150, bbox_inches="tight")
 
 
+def between_markers(page: Path, text: str) -> None:
+    before, rest = page.read_text(encoding="utf-8").split(MARKERS[0])
+    page.write_text(f"{before}{MARKERS[0]}\n\n{text}\n\n{MARKERS[1]}{rest.split(MARKERS[1])[1]}", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2].parent / "shared" / "data")
@@ -429,9 +436,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--summary", type=Path)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--docs", type=Path, help="a page with the markers of the table, which is replaced")
     options = parser.parse_args(arguments)
     if options.summary:
-        print(summary(options.summary))
+        text = summary(options.summary)
+        print(text)
+        if options.docs:
+            between_markers(options.docs, text)
         if options.figure:
             figure(options.summary, options.figure)
         return
