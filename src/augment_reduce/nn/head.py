@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..noise import Gumbel, Noise, resolve_noise
@@ -35,8 +36,10 @@ class AugmentReduceHead(nn.Module):
         loss.backward()                        # gradient to hidden; with an optimizer, the weights move here
         head.log_prob(hidden, target)          # evaluation: exact, over all classes in blocks
         head.topk(hidden, 10)
+        head(hidden)                           # logits of all classes, as of nn.Linear
 
-    The loss is unbiased for minus the bound of eq. (7) or (8), and so are its gradients, the local parameters held.
+    `from_linear` and `to_linear` exchange it for an nn.Linear with the same weights. The loss is unbiased for minus the
+    bound of eq. (7) or (8), and so are its gradients, the local parameters held.
 
     - `model`: "softmax", "probit", "logistic", or a `Noise`;
     - `n_sampled_classes`: |S|, shared by the minibatch; `class_sampling`: how they are drawn (`nn/_draw.py`). By
@@ -123,13 +126,48 @@ class AugmentReduceHead(nn.Module):
         if not self.weight.is_meta:
             first_weights(self.noise, self.weight, self.bias, self._class_counts, self._weight_seed)
 
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, model: str | Noise = "softmax", **settings: Any) -> AugmentReduceHead:
+        """A head in place of this layer: the same weights in the same memory, on the same device. `settings` are those
+        of the constructor; the layer says how many features and classes there are, and whether there is a bias."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(
+                f"Expected an nn.Linear, found {type(linear).__name__}. Construct AugmentReduceHead(in_features, "
+                "n_classes), and give it the weight: head.weight = layer.weight."
+            )
+        taken = {"bias", "device", "dtype"} & settings.keys()
+        if taken:
+            raise ValueError(f"Expected no {', '.join(sorted(taken))}: the layer has them. Change the layer first.")
+        head = cls(
+            linear.in_features, linear.out_features, model, bias=linear.bias is not None, device="meta",
+            dtype=linear.weight.dtype, **settings,
+        )  # fmt: skip
+        for name, parameter in linear.named_parameters(recurse=False):
+            head.register_parameter(name, parameter)
+        for part in head.children():
+            part.to_empty(device=linear.weight.device)
+        return head.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """An nn.Linear with the same weights, in the same memory: for export, or for what knows nn.Linear only."""
+        linear = nn.Linear(self.in_features, self.n_classes, bias=self.bias is not None, device="meta")
+        for name, parameter in self.named_parameters(recurse=False):
+            linear.register_parameter(name, parameter)
+        return linear.train(self.training)
+
     def forward(
-        self, hidden: Tensor, target: Tensor, *, index: Tensor | None = None, sample_weight: Tensor | None = None
-    ) -> Tensor:
-        """The training loss: minus the bound, reduced. hidden (..., D), target (...), index (...) numbers of training
-        rows for "persistent", sample_weight (...). A target equal to `ignore_index` leaves its row out; "mean" divides
-        by the weights of the rows that count (0 where none does). A row of hidden that is not finite has the loss NaN
-        and moves nothing."""
+        self, hidden: Tensor, target: Tensor | None = None, *, index: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The training loss: minus the bound, reduced. Without a target `logits(hidden)`.
+
+        hidden (..., D), target (...), index (...) numbers of training rows for "persistent", sample_weight (...). A
+        target equal to `ignore_index` leaves its row out; "mean" divides by the weights of the rows that count (0 where
+        none does). A row of hidden that is not finite has the loss NaN and moves nothing."""
+        if target is None:
+            if index is not None or sample_weight is not None:
+                raise ValueError("index and sample_weight are about a loss, which needs a target.")
+            return self.logits(hidden)
         check_hidden(hidden, self.weight)
         step = self._step(hidden, target, index, sample_weight)
         repeated = self._calls.repeated(hidden, target, self.training)
@@ -146,6 +184,17 @@ class AugmentReduceHead(nn.Module):
         if self.debug:
             self.check_targets()
         return loss.reshape(target.shape) if self.reduction == "none" else loss
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of all classes (..., K), hidden W' + b, with gradients as of nn.Linear. A head that moves its weights
+        itself has them for evaluation only: a gradient by its weights would be lost."""
+        if self.training and torch.is_grad_enabled() and self.optimizer is not None and self._is_trainable():
+            raise ValueError(
+                "The logits of a head with an optimizer of its own carry no gradient to its weights, so a loss of "
+                "them would not train it. Train with head(hidden, target); for logits call eval(), or torch.no_grad()."
+            )
+        check_hidden(hidden, self.weight)
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
     def _step(self, hidden: Tensor, target: Tensor, index: Tensor | None, sample_weight: Tensor | None) -> Step:
         """What is to be done with these rows."""
