@@ -31,8 +31,8 @@ def softmax_scale(psi, labels):
 @pytest.mark.parametrize("model", ["probit", "logistic"])
 @pytest.mark.parametrize("given", [0.2, 1.0, 5.0])
 def test_it_is_the_best_scale_over_the_best_of_a_softmax(model, given):
-    """On a grid, with the exact likelihood of both; whatever the units of the scores. 400 rows: all are looked at."""
-    psi, labels = drawn(model, n=400)
+    """On a grid, with the exact likelihood of both; whatever the units of the scores. 300 rows: all are looked at."""
+    psi, labels = drawn(model, n=300)
     noise, grid = resolve_noise(model), np.geomspace(0.4, 2.5, 60)
     values = [
         float(quadrature.log_likelihood(noise, torch.from_numpy(a * psi), torch.from_numpy(labels)).sum()) for a in grid

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from . import quadrature
 from .defaults import relative_variance
+from .mode_grid import ModeGrid
 from .noise import Gumbel, Noise
 
-MOST_ROWS, FEWEST_ROWS, MOST_PAIRS = 400, 50, 400_000
+# Most rows, fewest rows, (row, class) pairs. Noises that are not smooth and log-concave need an adaptive quadrature.
+SMOOTH, ANY = (300, 30, 200_000), (40, 10, 6_000)
 PULL = 2.0  # weight of (log rho - log of the ratio of deviations)^2, in rows' nats
-NEAR, FAR = 0.03, 8.0  # precision of a factor; the furthest from where it is expected
+NEAR, FAR = 0.05, 8.0  # precision of a factor; the furthest from where it is expected
 
 
 def expected_scale(noise: Noise) -> float:
@@ -38,7 +40,8 @@ def relative_scale(noise: Noise, psi: np.ndarray, labels: np.ndarray) -> float:
     expected = expected_scale(noise)
     if noise.name == Gumbel().name or not len(labels):
         return expected
-    n = min(len(labels), MOST_ROWS, max(FEWEST_ROWS, MOST_PAIRS // psi.shape[1]))
+    most, fewest, pairs = SMOOTH if noise.smooth_log_concave else ANY
+    n = min(len(labels), most, max(fewest, pairs // psi.shape[1]))
     some = np.linspace(0, len(labels) - 1, n).astype(np.int64)
     rows, of_rows = torch.from_numpy(psi[some].astype(np.float64)), torch.from_numpy(labels[some].astype(np.int64))
     own = _best_scale(Gumbel(), rows, of_rows, 1.0, 0.0)
@@ -46,8 +49,11 @@ def relative_scale(noise: Noise, psi: np.ndarray, labels: np.ndarray) -> float:
 
 
 def _best_scale(noise: Noise, psi: Tensor, labels: Tensor, expected: float, pull: float) -> float:
+    grid = ModeGrid(noise) if noise.smooth_log_concave and noise.name != Gumbel().name else None
+
     def loss(log_ratio: float) -> float:
-        value = quadrature.log_likelihood(noise, psi * (expected * math.exp(log_ratio)), labels)
+        scaled = psi * (expected * math.exp(log_ratio))
+        value = quadrature.log_likelihood(noise, scaled, labels) if grid is None else grid(scaled, labels)[0]
         return pull * log_ratio**2 - float(value.clamp(min=-1e6).sum())
 
     bounds = (-math.log(FAR), math.log(FAR))
