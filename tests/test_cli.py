@@ -265,7 +265,9 @@ def test_csv_columns_are_found_by_name(tmp_path):
     assert result["accuracy"] == np.mean(
         [row["classes"][0] for row in first["predictions"]] == np.array(one_label(labels)[:20])
     )
-    assert "--label-column" in refused("evaluate", tmp_path / "m", shuffled)  # id or label?
+    assert json.loads(done("evaluate", tmp_path / "m", shuffled, "--json").stdout) == result  # a label is not called id
+    two = table(tmp_path / "d.csv", X[:20], one_label(labels)[:20], ["colour", "label", *features[::-1]])
+    assert "--label-column" in refused("evaluate", tmp_path / "m", two)  # colour or label?
     lacking = table(tmp_path / "c.csv", X[:3], one_label(labels)[:3], [*features[1:], "label"])
     assert "'f0'" in refused("predict", tmp_path / "m", lacking)
 
