@@ -6,6 +6,7 @@ import scipy.sparse as sp
 
 from augment_reduce import Adagrad, AugmentReduceClassifier, prior_search
 from augment_reduce.cross_validation import best_factor, losses_at
+from augment_reduce.kernels.rows import as_rows
 
 STEPS = {"batch_size": 50, "max_epochs": 20}
 
@@ -111,6 +112,55 @@ def test_a_stream_finds_its_prior_in_the_first_part():
         clf.partial_fit(X[part], y[part], classes=np.arange(30))
         assert clf.prior_variance_ == clf._fitted.found.variance
     assert clf.n_iter_ > 0
+
+
+# ---- rows to judge by ----
+
+
+def every_label(n=300, K=40, seed=0):
+    """Documents of ten words with one to seven labels each, every label a row."""
+    generator = np.random.default_rng(seed)
+    X, _ = text(n, seed=seed)
+    times = generator.integers(1, 8, n)
+    y = np.concatenate([generator.permutation(K)[:m] for m in times])
+    return X[np.repeat(np.arange(n), times)], y, np.repeat(np.arange(n), times)
+
+
+def same_groups(a, b):
+    return len(np.unique(a)) == len(np.unique(b)) == len(np.unique(np.stack([a, b]), axis=1).T)
+
+
+def test_labels_of_one_document_are_told_from_rows_that_agree():
+    X, y, document = every_label()
+    found = prior_search.documents(as_rows(X), np.arange(len(y)), y)
+    assert same_groups(found, document)
+    generator = np.random.default_rng(1)
+    drawn = generator.integers(5, size=len(y))  # of five classes: most documents have one twice
+    assert prior_search.documents(as_rows(X), np.arange(len(y)), drawn) is None
+    alone = np.unique(document, return_index=True)[1]
+    assert prior_search.documents(as_rows(X[alone]), np.arange(len(alone)), y[alone]) is None
+    assert prior_search.documents(as_rows(X.toarray()), np.arange(len(y)), y) is None
+
+
+def test_documents_are_held_out_whole():
+    X, y, document = every_label(1_200)
+    held = []
+
+    class Recorded(prior_search.Branches):
+        def hold_out(self, active):
+            held.append(super().hold_out(active))
+            return held[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prior_search, "Branches", Recorded)
+        patched.setattr(prior_search, "is_small", lambda *_: False)
+        fitted(X, y, batch_size=50, max_epochs=8)
+    kept, out = held[0]
+    assert len(np.intersect1d(kept, out)) == 0
+    assert len(kept) + len(out) == len(y)
+    assert 0.05 * len(y) < len(out) <= 0.1 * len(y)
+    assert not np.intersect1d(document[kept], document[out]).size
+    assert set(y[kept]) == set(y)
 
 
 # ---- the factor of all scores ----
