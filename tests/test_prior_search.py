@@ -163,6 +163,22 @@ def test_documents_are_held_out_whole():
     assert set(y[kept]) == set(y)
 
 
+def test_a_document_is_one_piece_of_evidence_however_many_rows_it_has():
+    """Its rows gain and lose together: 25 times as many of them are not 25 times as much."""
+    search = object.__new__(prior_search.Branches)
+    generator = np.random.default_rng(0)
+    gain = generator.normal(size=40)
+    decided = {}
+    for mean in np.linspace(0.0, 0.2, 21):
+        for name, times, unit in (
+            ("rows", 1, np.arange(40)), ("documents", 25, np.repeat(np.arange(40), 25)), ("many", 25, np.arange(1_000)),
+        ):  # fmt: skip
+            search.unit, of_row = unit, np.repeat(gain - gain.mean() + mean, times)
+            decided.setdefault(name, []).append(search.is_better(3.0 - of_row, np.full(len(of_row), 3.0)))
+    assert decided["documents"] == decided["rows"]
+    assert sum(decided["many"]) > sum(decided["rows"]) > 0
+
+
 # ---- the factor of all scores ----
 
 

@@ -43,7 +43,7 @@ NEAR_ENOUGH = 0.95  # best factor above which a rate that is better than a highe
 CERTAIN = 1.5  # from which the factor of a short run is that of the whole fit; below that weights still grow
 EVIDENCE = 0.3  # standard errors by which another variance or rate has to be better
 WORTH_SHARE = 0.002  # and share of the loss
-JUDGED_PAIRS, FEWEST_JUDGED = 2_000_000, 500  # (row, class) pairs, and rows, that are judged
+JUDGED_PAIRS, FEWEST_JUDGED = 2_000_000, 1_000  # (row, class) pairs, and rows, that are judged
 REPEATED, SAME_LABEL = 1.05, 0.1  # rows a document, on average; share of its rows beyond one that repeat a label
 COPIES = 3  # of weights and their state that are alive at once
 
@@ -220,6 +220,7 @@ class Branches:
             out = order[place[order] < place[order[most]]] if most < n else order[:0]
         left = np.bincount(codes) - np.bincount(codes[out], minlength=int(codes.max(initial=0)) + 1)
         out = np.sort(out[left[codes[out]] > 0])
+        self.unit = np.arange(len(out)) if document is None else np.unique(document[out], return_inverse=True)[1]
         kept = np.ones(n, dtype=bool)
         kept[out] = False
         return active[kept], active[out]
@@ -270,10 +271,11 @@ class Branches:
                 break
         return start, rate, best
 
-    @staticmethod
-    def is_better(losses: np.ndarray, than: np.ndarray) -> bool:
+    def is_better(self, losses: np.ndarray, than: np.ndarray) -> bool:
+        """By more than the standard error allows, with documents as its independent units."""
         gain = than - losses
-        evidence = EVIDENCE * gain.std() / math.sqrt(len(gain))
+        of_units = np.bincount(self.unit, gain - gain.mean())
+        evidence = EVIDENCE * math.sqrt((of_units**2).sum()) / len(gain)
         return bool(gain.mean() > max(WORTH_SHARE * than.mean(), evidence))
 
     def begin(self) -> Fitted:
