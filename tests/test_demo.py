@@ -2,10 +2,12 @@
 
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.exceptions import ConvergenceWarning
 from typer.testing import CliRunner, Result
 
 from augment_reduce import AugmentReduceClassifier, demo
@@ -16,7 +18,9 @@ from augment_reduce.figures import Curve, bound_and_exact, draw_curves, spread
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, object]:
     folder = tmp_path_factory.mktemp("demo") / "output"  # made by the demo
-    result = CliRunner().invoke(app, ["demo", "--quick", "--n-jobs", "1", "--output-dir", str(folder)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)  # its epochs are fits that others follow
+        result = CliRunner().invoke(app, ["demo", "--quick", "--n-jobs", "1", "--output-dir", str(folder)])
     assert result.exit_code == 0, result.output
     return result, folder
 

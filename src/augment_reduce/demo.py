@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from sklearn.exceptions import ConvergenceWarning
 
 from .data import MultiLabelRows, all_pairs, frequent_labels, keep_labels, load_dataset
 from .estimator import AugmentReduceClassifier
@@ -143,7 +145,9 @@ def train(
     with _progress() as bar:
         task = bar.add_task("epoch 1", total=epochs)
         for epoch in range(1, epochs + 1):
-            model.fit(X, y)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)  # of an epoch that others follow
+                model.fit(X, y)
             exact = model.log_likelihood(*train_look)
             looks.seconds.append(float(model.history_["seconds"][-1]))
             looks.bound.append(exact - float(model.history_["bound_gap"][-1]))
