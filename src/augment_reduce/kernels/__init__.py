@@ -1,2 +1,1 @@
-"""Kernels: `reference` in plain torch, the oracle; `_cpu_*` compiled by Numba (kept on disk by `cache`); `_cuda_*` by
-Triton."""
+"""Kernels: `reference` in plain torch, the oracle; `cpu` compiled by Numba, kept on disk by `cache`."""

@@ -45,24 +45,26 @@ HEADER = b"augment-reduce compiled kernel 1\n"
 SUFFIX = ".kernel"
 FOLDER = "augment-reduce-kernels"
 GENERATIONS = 4  # folders of other versions of the sources that are kept
-# Modules of kernels begin so. Whatever else they import from, constants for one, is named below: a test looks.
-KERNELS = "_cpu_"
-IMPORTED = ("gaussian", "kernels.rows", "kernels.threads", "noise", "optim", "seeds")
+# The folder of the kernels. Whatever else they import from, constants for one, is named below: a test looks.
+KERNELS = "cpu"
+IMPORTED = ("kernels.constants", "kernels.rows", "kernels.threads")
 # Settings of Numba that change the code it makes.
 FLAGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "CPU_NAME", "CPU_FEATURES")
 
 
-def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit`, with compiled code kept on disk. For functions of a module, of which each has a name of its own."""
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "NUMBA_DISABLE_JIT is set, but the CPU kernels of augment-reduce use compiler intrinsics and cannot run as "
-            "plain Python. Unset it (unset NUMBA_DISABLE_JIT) for processes that fit or predict."
-        )
+def cached_njit(of: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit`, with compiled code kept on disk. For functions of a module, of which each has a name of its own.
+
+    `of` is for loops that are generated: the name of the kernels, among ours, that their free variables are.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        if function.__closure__:
+        if function.__closure__ and of is None:
             raise TypeError(f"{function.__qualname__} has free variables, which the cache's key would not cover.")
+        if of is not None:  # compiled code is linked by name, too
+            function.__qualname__ = f"{function.__name__}_{of}"
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # kernels run as they are written, under a debugger
+            return np.errstate(all="ignore")(function)
         dispatcher = njit(**options)(function)
         dispatcher._cache = KernelCache(function)
         return dispatcher
@@ -155,8 +157,8 @@ def sources_digest() -> str:
 def source_modules() -> list[str]:
     kernels, _, _ = __name__.rpartition(".")
     root, _, _ = kernels.rpartition(".")
-    here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    names = [f"{kernels}.{name}" for name in here if name.startswith(KERNELS)]
+    here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / KERNELS)])]
+    names = [f"{kernels}.{KERNELS}.{name}" for name in here]
     return sorted([*names, *(f"{root}.{name}" for name in IMPORTED)])
 
 

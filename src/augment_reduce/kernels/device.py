@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..optim import Prior, RowOptimizer
-from .cpu import draw_without_replacement, uniforms
-from .reference import Parameters, with_label
+from .cpu.backend import draw_without_replacement, uniforms
+from .protocol import Parameters, Prior, RowOptimizer
+from .reference import with_label
 from .rows import DenseRows, Rows, SparseRows
 
 __all__ = [

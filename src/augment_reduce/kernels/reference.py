@@ -20,24 +20,12 @@ entries touched. Nothing here knows of noise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..optim import Prior, RowOptimizer
+from .protocol import Parameters, Prior, RowOptimizer
 from .rows import Rows
-
-
-@dataclass
-class Parameters:
-    """Weights (K, D), biases (K,), and what the row optimiser remembers of each."""
-
-    weight: Tensor
-    bias: Tensor
-    weight_state: list[Tensor] = field(default_factory=list)
-    bias_state: list[Tensor] = field(default_factory=list)
 
 
 def pair_scores(

@@ -1,0 +1,446 @@
+"""Numba twins of `reference`: the same names, shapes and results, at the speed of the memory they touch.
+
+    pairs    sorted by class: a weight row and its optimiser state are visited once, while they are in cache
+    shared   sixteen classes side by side: sparse rows times a small dense tile, and the same backwards
+
+Work and scratch are those of the non-zeros of the pairs, whatever K, D and N. Results do not depend on the number of
+threads (`threads.num_threads`). Data are read where they lie, through a memory map as well.
+CSR rows must not hold a feature twice; explicit zeros are fine.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..constants import PRIOR_NONE, PRIOR_UNBIASED
+from ..protocol import Parameters, Prior, RowOptimizer
+from ..rows import DenseRows, Rows, SparseRows
+from . import classes as classes_kernels
+from . import paper_steps, products
+from . import push as push_kernels
+from . import scores as scores_kernels
+from .batch import Batch, in_place, load
+from .classes import check_classes, group_by_class
+from .cross_fitted import CrossFittedGrid, CrossFittedSoftmax
+from .door import check_classes_fit, check_pairs_fit, check_rows_fit, check_shapes, check_states_fit
+from .lanes import LANES
+from .quarters import PARTS, line_of, push_quarters
+from .rules import RuleKernels, kernels_of, push_biases
+from .types import Array, Arrays, Buffers, Csr, Groups, Rule
+from .work import WORK, run, split
+
+__all__ = [
+    "cross_fitted_grid",
+    "cross_fitted_softmax",
+    "draw_without_replacement",
+    "few_weights",
+    "natural_gradient",
+    "pair_scores",
+    "push_pairs",
+    "push_shared",
+    "reparameterised",
+    "shared_scores",
+    "uniforms",
+    "with_label",
+]  # fmt: skip
+
+# Several verbs of a step in one pass, which the local steps look for.
+cross_fitted_softmax, cross_fitted_grid = CrossFittedSoftmax, CrossFittedGrid
+natural_gradient, reparameterised = paper_steps.natural_gradient, paper_steps.draw_e_and_m
+NO_LABELS = np.empty(0, np.int64)
+FEW_CLASSES = 2**11
+PAIRS_A_CLASS = 1  # from so many on biases are summed row by row
+FEW_WEIGHTS = 2**15  # entries of K x D whose gradient stays in the second cache: no need to go class by class
+
+
+def _in_place(name: str, t: Tensor) -> Array:
+    """The tensor's own memory."""
+    if not (t.is_cpu and t.is_contiguous()):
+        raise ValueError(
+            f"Expected {name} contiguous and on the CPU, found strides {t.stride()} on {t.device}; use .contiguous()."
+        )
+    return t.detach().numpy() if t.requires_grad else t.numpy()
+
+
+def _values(t: Tensor, dtype: torch.dtype) -> Array:
+    if t.requires_grad:
+        t = t.detach()
+    if t.dtype != dtype:
+        t = t.to(dtype)
+    return (t if t.is_contiguous() else t.contiguous()).numpy()
+
+
+def few_weights(X: Rows, weight: Tensor | Array) -> bool:
+    """Whether rows are dense and weights so few that going row by row, each once, is the fastest way.
+
+    It looks at every class in every step, so these must be few too."""
+    return isinstance(X, DenseRows) and 0 < math.prod(weight.shape) <= FEW_WEIGHTS and len(weight) <= FEW_CLASSES
+
+
+def _read_in_place(X: Rows, rows: Array, weight: Array) -> Array | None:
+    """Dense rows where they lie, for `few_weights`."""
+    return in_place(X, rows, weight.dtype) if few_weights(X, weight) and len(rows) > 0 else None
+
+
+def pair_scores(
+    X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor, own_rows: Array | None = None
+) -> Tensor:
+    """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
+    w, beta, pairs = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    check_rows_fit(X, rows, w, beta)
+    check_pairs_fit(pairs, rows, own_rows)
+    out = np.empty(pairs.shape, w.dtype)
+    x = _read_in_place(X, rows, w)
+    if x is not None:
+        check_classes(pairs, len(w))
+        scores_kernels.score_rows(pairs, x, rows if own_rows is None else rows[own_rows], w, beta, out)
+        return torch.from_numpy(out)
+    n_classes = pairs.shape[1] if own_rows is None else 0  # what shared classes need, and the push after them
+    batch = load(X, rows, w.dtype, n_classes=n_classes) if pairs.size and w.shape[1] else None
+    if batch is None or batch.empty:
+        check_classes(pairs, len(w))
+        return torch.from_numpy(beta.take(pairs, out=out, mode="clip"))
+    groups = group_by_class(pairs, len(w))
+    if own_rows is not None:
+        groups = groups._replace(row=own_rows.astype(np.uint32)[groups.row])
+    scores_kernels.score_pairs(batch, groups, w, beta, out.reshape(-1))
+    return torch.from_numpy(out)
+
+
+def shared_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """psi[b, c] = x[b] . weight[classes[c]] + bias[classes[c]]"""
+    w, beta, chosen = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    check_rows_fit(X, rows, w, beta)
+    check_classes_fit(chosen)
+    check_classes(chosen, len(w))
+    out = np.empty((len(rows), len(chosen)), w.dtype)
+    batch = load(X, rows, w.dtype, n_classes=0) if out.size and w.shape[1] else None
+    if batch is not None and batch.full and batch.dense is not None:
+        products.score_shared(batch.dense, chosen, w, beta, out)
+        return torch.from_numpy(out)
+    out[...] = beta[chosen]
+    if batch is not None and batch.csr is not None and len(batch.csr.value):
+        scores_kernels.score_shared(batch.csr, chosen, w, out)
+    return torch.from_numpy(out)
+
+
+def with_label(grad: Tensor, row_scale: Tensor | float) -> Tensor:
+    """From derivatives by the gaps psi_k - psi_y to those by the scores; the label's, minus their sum, comes first."""
+    g = _values(grad, grad.dtype)
+    scale = _values(row_scale, grad.dtype) if isinstance(row_scale, Tensor) else np.array([row_scale], g.dtype)
+    check_shapes(g.shape[:1], row_scale=row_scale if isinstance(row_scale, Tensor) else None)
+    out = np.empty((g.shape[0], g.shape[1] + 1), g.dtype)
+    classes_kernels.with_label(g, scale, int(isinstance(row_scale, Tensor)), out)
+    return torch.from_numpy(out)
+
+
+def uniforms(seed: int, B: int, S: int) -> Tensor:
+    """B x S numbers in [0, 1), those of `reference` for the same seed."""
+    out = np.empty((B, S))
+    classes_kernels.splitmix(seed, out.reshape(-1))
+    return torch.from_numpy(out)
+
+
+def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = None) -> Tensor:
+    """Floyd's algorithm: S of range(n) a row, no repeats; the very picks of `reference` for the same uniforms."""
+    u = uniforms.contiguous().numpy()
+    B, S = u.shape
+    if n < S:
+        raise ValueError(f"Expected at most n={n} draws without replacement, found {S} a row.")
+    out = np.empty((B, S), np.int64)
+    own = NO_LABELS if labels is None else _values(labels, torch.int64)
+    check_shapes((B,), labels=labels)
+    if out.size:
+        cuts = split(B, lambda: np.full(B, 8 * S))
+        size = classes_kernels.table_size(S)
+        tables = WORK.array("table", (len(cuts) - 1) * size, np.int64).reshape(-1, size)
+        run(classes_kernels.floyd, cuts, (u, n, own, out), [(table,) for table in tables])
+    return torch.from_numpy(out)
+
+
+def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, dtype: np.dtype) -> Rule:
+    """The optimiser's step at iteration t in numbers."""
+    turn, of_biases = np.array([t]), optimizer.for_biases()
+    rate, first, second, third = (_number(each) for each in optimizer.scalars_of(turn))
+    of_bias = rate if of_biases is optimizer else _number(of_biases.scalars_of(turn)[0])
+    numbers = (rate, first, 1.0 - first, second, 1.0 - second, third, 1.0 if prior is None else prior.variance, of_bias)
+    return Rule(*np.array(numbers).astype(dtype))
+
+
+def _number(value: Array | float) -> float:
+    return float(value[0]) if isinstance(value, np.ndarray) else value
+
+
+def in_shares(prior: Prior | None) -> bool:
+    return prior is not None and prior.mode == PRIOR_UNBIASED
+
+
+def _kernels(optimizer: RowOptimizer, prior: Prior | None, shares: bool) -> RuleKernels:
+    """The kernels of this rule. A prior that is felt by shares is not felt without them."""
+    mode = PRIOR_NONE if prior is None else prior.mode
+    mode = PRIOR_NONE if mode == PRIOR_UNBIASED and not shares else mode
+    return kernels_of(optimizer.kind, mode, optimizer.entry, optimizer.n_states)
+
+
+def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
+    """The parameters as arrays, found again as long as their memory is the same; gone when the parameters are."""
+    tensors = (parameters.weight, parameters.bias, *parameters.weight_state, *parameters.bias_state)
+    key = (optimizer.rowwise, optimizer.n_states, *((t.data_ptr(), t.shape) for t in tensors))
+    found = WORK.views
+    if found is not None and found[0]() is parameters and found[1] is prior and found[2] == key:
+        return found[3][0]
+    views = [_views(parameters, optimizer, prior)]
+    WORK.views = (weakref.ref(parameters, lambda _: views.clear()), prior, key, views)
+    return views[0]
+
+
+def _views(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
+    weight, bias = _in_place("weight", parameters.weight), _in_place("bias", parameters.bias)
+    states = [_in_place("weight_state", s) for s in parameters.weight_state]
+    bias_states = [_in_place("bias_state", s) for s in parameters.bias_state]
+    rowwise, n_states = optimizer.rowwise, optimizer.n_states
+    check_states_fit(weight, bias, states, bias_states, n_states, rowwise=rowwise)
+    check_shapes(weight.shape[1:], inverse_counts=None if prior is None else prior.inverse_counts)
+    if rowwise:
+        states = [states[0][:, None]]
+    none = WORK.array("none", 0, weight.dtype)
+    state2, bias_state2 = (states[1], bias_states[1]) if n_states == 2 else (none.reshape(1, 0), none)
+    inverse = none if prior is None else _values(prior.inverse_counts, parameters.weight.dtype)
+    inverse_rows = weight.dtype.type(0.0 if prior is None else prior.inverse_rows)
+    return Arrays(weight, states[0], state2, bias, bias_states[0], bias_state2, inverse, inverse_rows)
+
+
+def _buffers(n: int, U: int, G: int, dtype: np.dtype) -> list[Buffers]:
+    """Scratch for n threads, found again as long as powers of two above U and G stay the same."""
+    U, G = 1 << U.bit_length(), 1 << G.bit_length()
+    key = (n, U, G, dtype)
+    if key not in WORK.buffers:
+        sizes = {"g": U, "c": U, "seen": U, "at": U}
+        kinds = {"seen": np.dtype(np.uint8), "at": np.dtype(np.uint32)}
+        WORK.buffers[key] = [
+            Buffers(*(
+                WORK.array(f"{name} {i}", sizes.get(name, max(U, G)), kinds.get(name, dtype))
+                for name in Buffers._fields
+            ))
+            for i in range(n)
+        ]  # fmt: skip
+    return WORK.buffers[key]
+
+
+def _bias_sums(G: int, dtype: np.dtype) -> tuple[Array, Array]:
+    """Gradients and prior shares of G biases; the shares stay zero where nobody writes them."""
+    return WORK.array("bias_g", G, dtype), WORK.array("bias_c", G, dtype)
+
+
+def _csr(batch: Batch | None, B: int, dtype: np.dtype) -> Csr:
+    """The sparse rows, or empty ones where there are none."""
+    if batch is not None and batch.csr is not None:
+        return batch.csr
+    index = WORK.array("no_index", 0, np.uint32)
+    nowhere = WORK.array("zeros", B, np.int64)
+    return Csr(nowhere, nowhere, index, index, WORK.array("none", 0, dtype), index)
+
+
+def _push_groups(
+    groups: Groups,
+    batch: Batch | None,
+    B: int,
+    grad: Array,
+    share: Array,
+    arrays: Arrays,
+    rule: Rule,
+    kernels: RuleKernels,
+) -> None:
+    dtype, D, G = arrays.weight.dtype, arrays.weight.shape[1], len(groups.classes)
+    csr, x = _csr(batch, B, dtype), WORK.array("none", 0, dtype).reshape(0, 0)
+    each, U = len(csr.value) // B, len(csr.feature) or D
+    if batch is not None and batch.dense is not None:
+        x, each, U = batch.dense, D // 8, D
+
+    def work() -> Array:
+        pairs = np.diff(groups.start)
+        return pairs * (each + 8) + np.minimum(D, pairs * each)
+
+    cuts = split(G, work)
+    few, bias = _buffers(len(cuts) - 1, U, G, dtype), _bias_sums(G, dtype)
+    at = np.arange(B)
+    push = kernels.generated(push_kernels.push_groups, len(x) > 0)
+    run(push, cuts, (groups, csr, x, at, grad, share, arrays, rule, *bias), [(f,) for f in few])
+    run(kernels.generated(push_biases), [], (groups.classes, *bias, arrays, rule, few[0]))
+
+
+def in_quarters(X: Rows, D: int, K: int, n_pairs: int) -> bool:
+    """Whether biases are summed by quarters of the rows where none has a feature: where no row of all the data has
+    one (or how a minibatch is summed would depend on its neighbours), and going through all biases costs no more than
+    going through the pairs."""
+    without_features = D == 0 or (isinstance(X, SparseRows) and not len(X.values))
+    return without_features and n_pairs >= PAIRS_A_CLASS * K
+
+
+def _push_rows(
+    pairs: Array,
+    x: Array,
+    quarters: bool,
+    rows: Array,
+    grad: Array,
+    share: Array,
+    arrays: Arrays,
+    rule: Rule,
+    kernels: RuleKernels,
+) -> None:
+    """Row by row, or biases alone where `x` has no columns: no sorting, but scratch of K numbers or four gradients."""
+    K, dtype = len(arrays.weight), arrays.weight.dtype
+    check_classes(pairs, K)
+    most = min(K, pairs.size)
+    if x.size or quarters:
+        line = line_of(K, x.shape[1], len(share) > 0)
+        lines = WORK.array("lines", PARTS * line[-1], dtype).reshape(PARTS, -1)
+        push = kernels.generated(push_quarters)
+        run(push, [], (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, line, lines))
+        return
+    of_all = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
+    flat = (pairs.reshape(-1), WORK.array("touched", most + 1, np.int64))
+    few = _buffers(1, 0, most, dtype)[0]
+    push = kernels.generated(push_kernels.push_pair_biases)
+    run(push, [], (flat, grad, share, arrays, rule, of_all, *_bias_sums(most, dtype), few))
+
+
+def push_pairs(
+    X: Rows,
+    rows: Array,
+    classes: Tensor,
+    grad: Tensor,
+    share: Tensor | None,
+    parameters: Parameters,
+    optimizer: RowOptimizer,
+    t: int,
+    prior: Prior | None,
+) -> None:
+    """One optimiser step on every entry (class, feature) that a pair with a non-zero feature touches."""
+    arrays, pairs = _arrays(parameters, optimizer, prior), _values(classes, torch.int64)
+    dtype = arrays.weight.dtype
+    check_rows_fit(X, rows, arrays.weight, arrays.bias)
+    check_pairs_fit(pairs, rows, None)
+    check_shapes(pairs.shape, grad=grad, share=share)
+    if pairs.size == 0:
+        return
+    rule, kernels = _rule(optimizer, t, prior, dtype), _kernels(optimizer, prior, share is not None)
+    g, c = _values(grad, parameters.weight.dtype).reshape(-1), WORK.array("none", 0, dtype)
+    if share is not None and in_shares(prior):
+        c = _values(share, parameters.weight.dtype).reshape(-1)
+    x = _read_in_place(X, rows, arrays.weight)
+    if x is not None:
+        _push_rows(pairs, x, True, rows, g, c, arrays, rule, kernels)
+        return
+    batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None
+    if batch is None or batch.empty:
+        quarters = in_quarters(X, arrays.weight.shape[1], len(arrays.weight), pairs.size)
+        _push_rows(pairs, WORK.array("none", 0, dtype).reshape(0, 0), quarters, rows, g, c, arrays, rule, kernels)
+    else:
+        _push_groups(group_by_class(pairs, len(arrays.weight)), batch, len(rows), g, c, arrays, rule, kernels)
+
+
+def _push_blocks(
+    classes: Array, csr: Csr, grad: Array, share: Array, arrays: Arrays, rule: Rule, kernels: RuleKernels
+) -> None:
+    dtype, nnz = arrays.weight.dtype, len(csr.value)
+    U = (len(csr.feature) or arrays.weight.shape[1]) if nnz else 0
+    cuts = split(len(grad), lambda: np.full(len(grad), 2 * nnz + 2 * U * LANES))
+    n = len(cuts) - 1
+    few, bias = _buffers(n, U, len(grad) * LANES, dtype), _bias_sums(len(grad) * LANES, dtype)
+    tiles = WORK.array("tile_g", n * U * LANES, dtype).reshape(n, U * LANES)
+    rows_g, rows_c = (WORK.array(name, n * U * LANES, dtype).reshape(n, LANES, U) for name in ("rows_g", "rows_c"))
+    ones = WORK.array("ones", nnz, dtype)
+    if len(share):
+        ones[:] = 1
+    scratch = [(few[i], tiles[i], rows_g[i], rows_c[i]) for i in range(n)]
+    push = kernels.generated(push_kernels.push_blocks)
+    run(push, cuts, (classes, csr, ones, grad, share, arrays, rule, *bias), scratch)
+    run(kernels.generated(push_biases), [], (classes, *bias, arrays, rule, few[0]))
+
+
+def _push_products(
+    classes: Array, x: Array, grad: Array, share: Array, arrays: Arrays, rule: Rule, kernels: RuleKernels
+) -> None:
+    """As `_push_blocks`, for rows that are dense."""
+    (B, D), n, dtype = x.shape, len(classes), arrays.weight.dtype
+
+    def by_class(blocks: Array) -> Array:
+        """(n, B) of (blocks, B, 16)"""
+        return np.ascontiguousarray(blocks.transpose(0, 2, 1).reshape(-1, B)[:n])
+
+    g, (bias_g, bias_c) = WORK.array("line_g", n * D, dtype).reshape(n, D), _bias_sums(n, dtype)
+    of_class = by_class(grad)
+    products.multiply(of_class, x, g)
+    bias_g[:] = of_class.sum(1)
+    c = WORK.array("no_shares", D, dtype).reshape(1, D)
+    if len(share):
+        c, of_class = WORK.array("line_c", n * D, dtype).reshape(n, D), by_class(share)
+        bias_c[:] = of_class.sum(1)
+        products.count_shares(x, of_class, bias_c, c)
+    cuts = split(n, lambda: np.full(n, 8 * D))
+    run(kernels.generated(products.push_lines), cuts, (classes, g, c, arrays, rule), [()] * (len(cuts) - 1))
+    few = _buffers(1, 0, n, dtype)[0]
+    run(kernels.generated(push_biases), [], (classes, bias_g, bias_c, arrays, rule, few))
+
+
+def push_shared(
+    X: Rows,
+    rows: Array,
+    classes: Tensor,
+    grad: Tensor,
+    own: Tensor,
+    own_grad: Tensor,
+    share: Tensor | None,
+    own_share: Tensor | None,
+    parameters: Parameters,
+    optimizer: RowOptimizer,
+    t: int,
+    prior: Prior | None,
+    own_rows: Array | None = None,
+) -> None:
+    """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
+    arrays, kind, B = _arrays(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
+    (K, D), dtype = arrays.weight.shape, arrays.weight.dtype
+    chosen, own_class = _values(classes, torch.int64), _values(own, torch.int64)
+    check_rows_fit(X, rows, arrays.weight, arrays.bias)
+    check_classes_fit(chosen)
+    check_pairs_fit(own_class, rows, own_rows)
+    check_shapes((B, len(chosen)), grad=grad, share=share)
+    check_shapes(own_class.shape, own_grad=own_grad, own_share=own_share)
+    if B == 0:
+        return
+    with_shares = share is not None and own_share is not None
+    rule, kernels = _rule(optimizer, t, prior, dtype), _kernels(optimizer, prior, with_shares)
+    check_classes(chosen, K)
+    batch = load(X, rows, dtype, n_classes=0) if D else None
+
+    # One step an entry: a row's own class that is among the shared ones joins their column, as repeated classes do.
+    distinct, column = np.unique(chosen, return_inverse=True)
+    own_column = np.searchsorted(distinct, own_class)
+    own_column[np.append(distinct, -1)[own_column] != own_class] = -1
+    alone = np.flatnonzero(own_column < 0)
+    g, own_g = _values(grad, kind), _values(own_grad, kind)
+    c = own_c = none = WORK.array("none", 0, dtype)
+    shape = (-(-len(distinct) // LANES), B, LANES)
+    blocks, blocks_c = WORK.array("blocks", shape[0] * B * LANES, dtype).reshape(shape), none.reshape(0, 0, 0)
+    of_row = np.arange(B) if own_rows is None else own_rows
+    classes_kernels.spread(g, column, own_g, own_column, of_row, blocks)
+    if share is not None and own_share is not None and in_shares(prior):
+        c, own_c = _values(share, kind), _values(own_share, kind)
+        blocks_c = WORK.array("blocks_c", blocks.size, dtype).reshape(shape)
+        classes_kernels.spread(c, column, own_c, own_column, of_row, blocks_c)
+        own_c = own_c.reshape(-1)[alone]
+    if len(distinct) and batch is not None and batch.full and batch.dense is not None:
+        _push_products(distinct, batch.dense, blocks, blocks_c, arrays, rule, kernels)
+    elif len(distinct):
+        _push_blocks(distinct, _csr(batch, B, dtype), blocks, blocks_c, arrays, rule, kernels)
+    if len(alone):
+        groups = group_by_class(own_class.reshape(-1)[alone][:, None], K)
+        groups = groups._replace(row=of_row[alone // own_class.shape[1]].astype(np.uint32)[groups.row])
+        _push_groups(groups, batch, B, own_g.reshape(-1)[alone], own_c, arrays, rule, kernels)
