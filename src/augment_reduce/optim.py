@@ -9,24 +9,32 @@ The prior is a proximal step with the entry's own step size h (Duchi et al. 2011
     w <- (w + h g) / (1 + h c / v)
 
 where c is an unbiased estimate of 1 that is non-zero only for touched entries (see `Prior`).
-Each class gives the formula once in torch; `kernels/cpu.py` holds its scalar twin, chosen by `kind`.
+Each class gives the formula once in torch; `kernels/cpu/rules.py` holds its scalar twin, chosen by `kind`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .memory import zeros
-from .ranges import check_number
+from .kernels.constants import (
+    ADAGRAD,
+    ADAM,
+    OWN_RULE,
+    PRIOR_TOUCHED,
+    PRIOR_UNBIASED,
+    ROWWISE_ADAGRAD,
+    SECTION4,
+    SECTION4_EVERY_ENTRY,
+)
+from .support.memory import zeros
+from .support.ranges import check_number
 
-SECTION4, ADAGRAD, ROWWISE_ADAGRAD, ADAM, SECTION4_EVERY_ENTRY = range(5)  # from ADAM on: two states
-PRIOR_NONE, PRIOR_UNBIASED, PRIOR_TOUCHED = 0, 1, 2
 MOST_DECAYS = 2**16  # of a rate that are multiplied one at a time; those that follow at once
 
 
@@ -48,6 +56,11 @@ class Prior:
     inverse_counts: Tensor  # (D,) 1 / N_d, in the dtype of the weights
     inverse_rows: float  # 1 / N times v over the biases' variance; 0 where they have no prior
     touched_only: bool = False
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether it is felt by each pair's share, and not wherever a gradient is."""
+        return not self.touched_only
 
     @property
     def mode(self) -> int:
@@ -74,12 +87,17 @@ class RowOptimizer:
 
     name: ClassVar[str]
     rowwise: ClassVar[bool] = False
+    entry: ClassVar[Any] = (
+        None  # of a rule of your own: its scalar function for compiled code, see `kernels/cpu/rules.py`
+    )
     bias_scale: float = 1.0  # the constant feature whose weight, times it, is the bias
 
     @property
     def kind(self) -> int:
-        """Which scalar rule `kernels/cpu.py` applies."""
-        raise TypeError(f"{type(self).__name__} does not say its kind.")
+        """Which scalar rule `kernels/cpu/rules.py` applies, where `entry` does not say it."""
+        if self.entry is None:
+            raise TypeError(f"{type(self).__name__} has no scalar function `entry` for compiled code.")
+        return OWN_RULE
 
     @property
     def n_states(self) -> int:
@@ -101,8 +119,8 @@ class RowOptimizer:
         return [zeros(tuple(weight.shape), weight.dtype) for _ in range(self.n_states)]
 
     def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
-        """Everything the entry rule needs, as four numbers, at each iteration of `turns` (from 1); at once, since steps
-        may be short."""
+        """(rate, first, second, third): everything the entry rule needs, at each iteration of `turns` (from 1); at
+        once, since steps may be short."""
         raise TypeError(f"{type(self).__name__} does not say its scalars.")
 
     def scalars(self, t: int) -> tuple[float, ...]:
@@ -223,8 +241,8 @@ class Adagrad(RowOptimizer):
 
     def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
         if self.half_after is None:
-            return self.learning_rate, self.eps, 0.0, 0.0
-        return self.learning_rate / (1.0 + np.maximum(turns - 1 - self.begin, 0) / self.half_after), self.eps, 0.0, 0.0
+            return self.learning_rate, 0.0, 0.0, self.eps
+        return self.learning_rate / (1.0 + np.maximum(turns - 1 - self.begin, 0) / self.half_after), 0.0, 0.0, self.eps
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         s = state[0]
@@ -252,7 +270,7 @@ class RowwiseAdagrad(RowOptimizer):
         check_number("eps", self.eps, 0.0)
 
     def scalars_of(self, turns: np.ndarray) -> tuple[np.ndarray | float, ...]:
-        return self.learning_rate, self.eps, 0.0, 0.0
+        return self.learning_rate, 0.0, 0.0, self.eps
 
     def direction(self, g: Tensor, state: list[Tensor], t: int) -> tuple[Tensor, Tensor]:
         s = state[0]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..layout import Entry, Layout
-from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled
+from ..support.layout import Entry, Layout
+from .base import DrawWithoutReplacement, Minibatch, Sampled
 from .fixed import HeadAndTail
 
 
@@ -27,6 +27,10 @@ class HardNegativeCache(HeadAndTail):
     """
 
     name: ClassVar[str] = "cache-shared"
+    over_ranks: ClassVar[bool] = False  # the memory comes from the gradients of all classes
+    remembered: Tensor
+    heat: Tensor
+    total: Tensor
 
     def __init__(
         self,
@@ -42,21 +46,18 @@ class HardNegativeCache(HeadAndTail):
         if not 0.0 <= cache_share <= 1.0:
             raise ValueError(f"Expected cache_share in [0, 1], found {cache_share}.")
         self.memory, self.cache_share, self.batch_labels = memory, cache_share, batch_labels
-        self._forget()
 
     def bytes(self, n_rows: int, n_features: int) -> int:
         return 8 * self.memory * n_rows
 
-    def _forget(self) -> None:
-        self.remembered = torch.zeros(0, self.memory, dtype=torch.int32)  # (N, memory) classes
-        self.heat = torch.zeros(0, self.memory)  # (N, memory) their gradients, without omega; 0: nothing there
-        self.total = torch.zeros(1, dtype=torch.float64)  # T; 0: not known yet
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> Self:
+        bound = super().bind(class_counts, draw_without_replacement)
+        bound.remembered = torch.zeros(0, self.memory, dtype=torch.int32)  # (N, memory) classes
+        bound.heat = torch.zeros(0, self.memory)  # (N, memory) their gradients, without omega; 0: nothing there
+        bound.total = torch.zeros(1, dtype=torch.float64)  # T; 0: not known yet
+        return bound
 
-    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
-        self._forget()
-        return super().bind(class_counts, draw_without_replacement)
-
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {"remembered": self.remembered, "heat": self.heat, "total": self.total}
 
     @classmethod
@@ -66,9 +67,9 @@ class HardNegativeCache(HeadAndTail):
             "total": Entry("float64", (1,), 0.0),
         },)  # fmt: skip
 
-    def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
-        if same_rows and kept.keys() == self.kept().keys() and kept["heat"].shape[1] == self.memory:
-            self.remembered, self.heat, self.total = kept["remembered"], kept["heat"], kept["total"]
+    def load_state_dict(self, state: dict[str, Tensor], *, same_rows: bool) -> None:
+        if same_rows and state.keys() == self.state_dict().keys() and state["heat"].shape[1] == self.memory:
+            self.remembered, self.heat, self.total = state["remembered"], state["heat"], state["total"]
 
     def head_for(self, minibatch: Minibatch, size: int) -> Tensor:
         self._make_room(minibatch.X.n_rows)
@@ -93,7 +94,7 @@ class HardNegativeCache(HeadAndTail):
             hard = torch.cat([hard, labels[~torch.isin(labels, hard)]])
         return hard[: min(int(self.cache_share * size), size - 1)]  # never all of S: some have to be drawn
 
-    def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
+    def observe(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
         if not self.memory:
             return
         mass = grad.neg() * torch.exp(-sampled.log_weight)  # softmax: e^(psi_k - psi_y) / eta; 0 for a row's own label

@@ -1,9 +1,9 @@
-"""What stored arrays must look like: dtype, shape, range. Whoever keeps arrays in a model file says it in a table.
+"""Layouts of stored arrays: dtype, shape, range. Whatever stores arrays in a model file declares them in a table.
 
     {"log_eta": Entry("weights", ("N",)), "visits": Entry("int32", ("N",), 0, MOST_VISITS)}
 
-Sizes have names. K classes and D features are those of the model; other names (N rows, a memory) are whatever the
-first array that has them says, and the same in all others.
+Sizes are named. K classes and D features are those of the model; other names (N rows, a cache) are set by the first
+array that has them, and have to agree in all others.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Entry(NamedTuple):
     shape: tuple[int | str, ...]  # "D?lists": D or 0, the same wherever it says so
     low: float = -math.inf
     high: float | str = math.inf
-    may_be_nan: bool = False  # then infinite, too
-    all_occur: bool = False  # every number in the range does
+    may_be_nan: bool = False  # infinity is allowed, too
+    all_occur: bool = False  # every number in the range is valid
 
 
 Layout = Mapping[str, Entry]
 
 
 class LayoutError(ValueError):
-    """An array is not what its layout says: which one, expected, found."""
+    """An array does not match its layout: which one, expected, found."""
 
     def __init__(self, name: str, expected: str, found: str) -> None:
         self.name, self.expected, self.found = name, expected, found
@@ -41,7 +41,7 @@ class LayoutError(ValueError):
 
 
 def check(tensors: Mapping[str, Tensor], layout: Layout, sizes: dict[str, int], weights: torch.dtype) -> None:
-    """All arrays of the layout, none beside them; `sizes` takes up the sizes that are found."""
+    """Validate that exactly the arrays of the layout are there; adds the sizes found to `sizes`."""
     for name, entry in layout.items():
         if name not in tensors:
             raise LayoutError(name, "an array", "none")
@@ -52,7 +52,7 @@ def check(tensors: Mapping[str, Tensor], layout: Layout, sizes: dict[str, int], 
 
 
 def check_one(name: str, tensor: Tensor, entry: Entry, sizes: dict[str, int], weights: torch.dtype) -> None:
-    """`check` of one array."""
+    """Validate one array."""
     dtype = weights if entry.dtype == "weights" else getattr(torch, entry.dtype)
     if tensor.dtype != dtype:
         raise LayoutError(name, f"{dtype}", f"{tensor.dtype}")
@@ -72,7 +72,7 @@ def _is_size(size: int | str, n: int, sizes: dict[str, int]) -> bool:
 
 
 def check_range(name: str, tensor: Tensor, entry: Entry, sizes: dict[str, int]) -> None:
-    """All numbers finite and from low to high. One pass: a NaN is both the lowest and the highest."""
+    """Validate that all numbers are finite and in range, in one pass: a NaN is both minimum and maximum."""
     if entry.may_be_nan or not tensor.numel():
         return
     lowest, highest = (end.item() for end in tensor.aminmax())

@@ -21,24 +21,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .noise import Noise, may_be_compiled
+from .noise import Gumbel, Noise
 from .quadrature import log_likelihood_and_grad
+
+SOFTMAX = Gumbel()  # its sums are over the classes here, and there are no others
 
 
 class Nodes(NamedTuple):
-    """E_q[f] ~ sum_j weight_j f(eps_j) for each row's q(eps): one draw (J = 1) or Gauss-Hermite nodes.
+    """E_q[f] ~ sum_j weight_j f(eps_j) for each row's q(eps): one draw (J = 1), Gauss-Hermite nodes, or a grid.
 
-    - `eps` (B, J); `weight` (J,), summing to one; `entropy` (B,): H[q], exact.
+    - `eps` (B, J); `weight` (J,) or (B, J), summing to one; `entropy` (B,): H[q].
     """
 
     eps: Tensor
     weight: Tensor
     entropy: Tensor
 
+    def mean(self, values: Tensor) -> Tensor:
+        """(B,) E_q[f] of values (B, J) at the nodes."""
+        return values @ self.weight if self.weight.ndim == 1 else (values * self.weight).sum(dim=1)
 
-def log_eta_tilde(gap: Tensor, log_weight: Tensor) -> Tensor:
-    """log of eta~ = 1 + sum_k omega_k exp(gap_k)   (Algorithm 1, E step); (B,)."""
-    return F.softplus(torch.logsumexp(gap + log_weight, dim=-1))
+
+def log_eta_tilde(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> Tensor:
+    """log of eta~ = 1 + sum_k omega_k exp(gap_k)   (Algorithm 1, E step); (B,). `noise` says over which classes."""
+    return F.softplus(noise.log_total(gap + log_weight))
 
 
 class Exponentials:
@@ -47,10 +53,12 @@ class Exponentials:
     Held as e_k = omega_k exp(gap_k - shift) with shift = the row's largest gap, so that nothing overflows.
     """
 
-    def __init__(self, gap: Tensor, log_weight: Tensor) -> None:
-        self.shift = gap.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(gap.dtype).min)  # all masked: no -inf + inf
+    def __init__(self, gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> None:
+        largest = noise.largest(gap)[:, None]
+        self.shift = largest.clamp_min_(torch.finfo(gap.dtype).min)  # all masked: no -inf + inf
         self.scaled = (gap + (log_weight - self.shift)).exp_()
-        self.log_sum = self.scaled.sum(dim=-1).log_().add_(self.shift[:, 0])  # log sum_k omega_k e^gap_k
+        total = noise.summed(self.scaled.sum(dim=-1))
+        self.log_sum = total.log_().add_(self.shift[:, 0])  # log sum_k omega_k e^gap_k
         self.log_eta_tilde = F.softplus(self.log_sum)
 
     def softmax_bound(self, log_eta: Tensor) -> Tensor:
@@ -76,49 +84,19 @@ def softmax_bound_grad(gap: Tensor, log_weight: Tensor, log_eta: Tensor) -> Tens
     return -torch.exp(gap + (log_weight - log_eta[:, None]))
 
 
-def unmasked(gap: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(omega, gap) for a noise to work on: a masked pair has weight zero and a harmless gap instead of -inf.
-
-    A user's noise then never meets an infinity, whose derivative by autograd would be NaN.
-    """
-    masked = gap == -torch.inf
-    return torch.exp(log_weight).expand_as(gap).masked_fill(masked, 0.0), gap.masked_fill(masked, 0.0)
-
-
 def noise_bound(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
     """Eq. (7):  L = E_q[log phi(eps) + sum_{k != y} log Phi(eps - gap_k)] + H[q]  <=  log p(y | psi), any noise."""
-    if may_be_compiled(noise, gap):
-        from .kernels import _cpu_noise_rows
-
-        return _cpu_noise_rows.noise_bound(noise, gap, log_weight, q)
-    omega, gap = unmasked(gap, log_weight)
-    log_cdf = noise.log_cdf(q.eps[:, None, :] - gap[:, :, None]) @ q.weight
-    return noise.log_prob(q.eps) @ q.weight + (omega * log_cdf).sum(dim=-1) + q.entropy
+    return q.mean(noise.log_prob(q.eps) + noise.sum_log_cdf(gap, log_weight, q.eps)) + q.entropy
 
 
 def noise_bound_grad(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
     """dL/dgap_k = -omega_k E_q[(phi / Phi)(eps - gap_k)], q held."""
-    if may_be_compiled(noise, gap):
-        from .kernels import _cpu_noise_rows
-
-        return _cpu_noise_rows.noise_bound_grad(noise, gap, log_weight, q)
-    omega, gap = unmasked(gap, log_weight)
-    return -omega * (noise.dlog_cdf(q.eps[:, None, :] - gap[:, :, None]) @ q.weight)
+    return noise.hazards(gap, log_weight, q.eps, q.weight).neg_()
 
 
-def log_cdf_sums(noise: Noise, gap: Tensor, log_weight: Tensor, eps: Tensor) -> Tensor:
-    """(B,) sum_{k != y} omega_k log Phi(eps - gap_k): how likely every rival's utility is below eps (B,)."""
-    if may_be_compiled(noise, gap):
-        from .kernels import _cpu_noise_rows
-
-        return _cpu_noise_rows.log_cdf_sums(noise, gap, log_weight, eps)
-    omega, gap = unmasked(gap, log_weight)
-    return (omega * noise.log_cdf(eps[:, None] - gap)).sum(dim=-1)
-
-
-def one_vs_each(gap: Tensor, log_weight: Tensor) -> Tensor:
+def one_vs_each(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> Tensor:
     """Eq. (10), Titsias 2016:  L = sum_{k != y} log sigmoid(-gap_k)  <=  log softmax_y(psi). No local parameters."""
-    return (torch.exp(log_weight) * F.logsigmoid(-gap)).sum(dim=-1)
+    return noise.summed((torch.exp(log_weight) * F.logsigmoid(-gap)).sum(dim=-1))
 
 
 def one_vs_each_grad(gap: Tensor, log_weight: Tensor) -> Tensor:
@@ -126,27 +104,27 @@ def one_vs_each_grad(gap: Tensor, log_weight: Tensor) -> Tensor:
     return -torch.exp(log_weight) * torch.sigmoid(gap)
 
 
-def sampled_softmax(gap: Tensor, log_weight: Tensor) -> Tensor:
+def sampled_softmax(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> Tensor:
     """-log(1 + sum omega_k exp(gap_k)). Not a bound: by Jensen its mean lies above log softmax_y.
 
     With uniform classes other than y this is Botev et al. 2017.
     """
-    return -log_eta_tilde(gap, log_weight)
+    return -log_eta_tilde(gap, log_weight, noise)
 
 
-def sampled_softmax_grad(gap: Tensor, log_weight: Tensor) -> Tensor:
+def sampled_softmax_grad(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> Tensor:
     """dL/dgap_k = -omega_k exp(gap_k) / (1 + sum omega exp(gap))."""
-    return softmax_bound_grad(gap, log_weight, log_eta_tilde(gap, log_weight))
+    return softmax_bound_grad(gap, log_weight, log_eta_tilde(gap, log_weight, noise))
 
 
-def exact_softmax(gap: Tensor) -> Tensor:
+def exact_softmax(gap: Tensor, noise: Noise = SOFTMAX) -> Tensor:
     """Eq. (1):  log p(y | psi) = -log(1 + sum_{k != y} exp(gap_k)), every other class in `gap`."""
-    return -log_eta_tilde(gap, gap.new_zeros(()))
+    return -log_eta_tilde(gap, gap.new_zeros(()), noise)
 
 
-def exact_softmax_grad(gap: Tensor) -> Tensor:
+def exact_softmax_grad(gap: Tensor, noise: Noise = SOFTMAX) -> Tensor:
     """d log p / dgap_k = -softmax_k."""
-    return softmax_bound_grad(gap, gap.new_zeros(()), log_eta_tilde(gap, gap.new_zeros(())))
+    return softmax_bound_grad(gap, gap.new_zeros(()), log_eta_tilde(gap, gap.new_zeros(()), noise))
 
 
 def exact_noise(noise: Noise, gap: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

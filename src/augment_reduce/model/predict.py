@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..kernels.threads import for_each, get_num_threads
 from . import quadrature
-from .kernels.threads import for_each, get_num_threads
 from .noise import Noise
 
 ScoresOf = Callable[[int, int], Tensor]
@@ -227,14 +227,48 @@ def top_k(
 
 
 def highest(psi: Tensor, k: int) -> Tensor:
-    """Columns of the k highest scores of each row, (B, k), best first, ties to the lower column. O(K), no sort of K.
+    """Columns of the k highest scores of each row, (B, k), best first, ties to the lower column; NaN counts as -inf.
 
-    torch.topk breaks ties as it likes; it only says how high the k-th score is. Of those that equal it, the first
-    few fill up what the higher ones leave.
+    O(K), no sort of K. torch.max finds the first of equal scores; torch.topk breaks ties as it likes. So its columns
+    are put in order; and in rows whose k-th score is also the next one's the columns of that score are chosen anew.
+    Both take NaN for the largest. A compiler, which follows no branch that depends on numbers, gets a stable sort.
     """
-    last = psi.topk(k, dim=1).values[:, -1:]
-    above, level = psi > last, psi == last
-    chosen = above | (level & (level.cumsum(1) <= k - above.sum(1, keepdim=True)))
-    columns = chosen.nonzero()[:, 1].view(len(psi), k)  # by row, then by column
+    if torch.compiler.is_compiling():
+        return (
+            psi.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            .sort(dim=1, descending=True, stable=True)
+            .indices[:, :k]
+        )
+    found = psi.max(dim=1, keepdim=True) if k == 1 else psi.topk(min(k + 1, psi.shape[1]), dim=1)
+    if found.values[:, 0].isnan().any():
+        return highest(psi.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), k)
+    if k == 1:
+        return found.indices
+    columns = found.indices[:, :k].sort(dim=1).values
+    tied = (found.values[:, k - 1] == found.values[:, -1]).nonzero()[:, 0] if k < psi.shape[1] else columns[:0, 0]
+    if len(tied):
+        columns[tied] = _lowest_columns(psi[tied], found.values[tied, k - 1, None], k)
     order = psi.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
     return columns.gather(1, order)
+
+
+def _lowest_columns(psi: Tensor, last: Tensor, k: int) -> Tensor:
+    """(B, k) ascending: the columns of scores above the k-th, `last` (B, 1), and the first of those that equal it."""
+    above, level = psi > last, psi == last
+    chosen = above | (level & (level.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    return chosen.nonzero()[:, 1].view(len(psi), k)  # by row, then by column
+
+
+def merge_highest(best: tuple[Tensor, Tensor] | None, psi: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
+    """(scores, classes) of the k highest so far, best first: those of earlier blocks of classes, and of this one.
+
+    `psi` (B, n) are the scores of the classes first .. first + n - 1, and blocks come in the order of their classes. So
+    among equal scores an earlier column of the two lists side by side is a lower class, and ties go as in `highest`.
+    """
+    columns = highest(psi, min(k, psi.shape[1]))
+    scores, classes = psi.gather(1, columns), columns + first
+    if best is None:
+        return scores, classes
+    scores, classes = torch.cat([best[0], scores], dim=1), torch.cat([best[1], classes], dim=1)
+    place = highest(scores, min(k, scores.shape[1]))
+    return scores.gather(1, place), classes.gather(1, place)

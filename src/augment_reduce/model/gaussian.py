@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import bounds
+from ..kernels.constants import ABOVE, BELOW, LEAST_PRECISION
 from .bounds import Nodes
-from .noise import Noise, may_be_compiled
+from .noise import Noise
 
-HALVINGS, BELOW, ABOVE = 8, 8.0, 40.0  # of the interval around the largest gap in which Newton's start is looked for
+HALVINGS = 8  # of the interval around the largest gap in which Newton's start is looked for
 DAMPED = 0.7  # moves of a fit from scratch: with 1 the logistic's linear tails make them overshoot
-LEAST_PRECISION = 1e-2
 
 
 @functools.cache
@@ -45,22 +44,13 @@ def newton_slopes(
     in a kink.
     """
     q = gaussian_nodes(mu, precision, n_nodes)
-    if may_be_compiled(noise, gap):
-        from .kernels import _cpu_noise_rows
-
-        return _cpu_noise_rows.newton_slopes(noise, gap, log_weight, q)
-    eps, node_weight, _ = q
-    omega, gap = bounds.unmasked(gap, log_weight)
+    slope, bend, hazard = noise.sum_slopes(gap, log_weight, q.eps, q.weight)
+    slope = slope + noise.dlog_prob(q.eps)
     if noise.smooth_log_concave:
-        slope, bend = noise.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
-        second = noise.d2log_prob(eps) @ node_weight + (omega * (bend @ node_weight)).sum(dim=1)
+        second = q.mean(noise.d2log_prob(q.eps) + bend)
     else:
-        slope = noise.dlog_cdf(eps[:, None, :] - gap[:, :, None])
-        at_nodes = noise.dlog_prob(eps) + (omega[:, :, None] * slope).sum(dim=1)
-        second = precision * (((eps - mu[:, None]) * at_nodes) @ node_weight)
-    hazard = omega * (slope @ node_weight)
-    first = noise.dlog_prob(eps) @ node_weight + hazard.sum(dim=1)
-    return first, second, hazard
+        second = precision * q.mean((q.eps - mu[:, None]) * slope)
+    return q.mean(slope), second, hazard
 
 
 def newton_move(
@@ -94,10 +84,10 @@ def fit_gaussian(
 
 def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor) -> Tensor:
     """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
-    top = gap.amax(dim=-1).clamp_min(0.0)  # masked pairs are -inf
+    top = noise.largest(gap).clamp_min(0.0)  # masked pairs are -inf
     low, high = top - BELOW, top + ABOVE
     for _ in range(HALVINGS):
         middle = 0.5 * (low + high)
-        above = bounds.log_cdf_sums(noise, gap, log_weight, middle) > -math.log(2.0)
+        above = noise.sum_log_cdf(gap, log_weight, middle[:, None])[:, 0] > -math.log(2.0)
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)
     return 0.5 * (low + high)

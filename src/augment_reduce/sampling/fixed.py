@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..seeds import many_uniforms
+from ..support.seeds import many_uniforms
 from .base import (
     ClassSampler,
     DrawWithoutReplacement,
@@ -52,6 +52,8 @@ class UniformShared(ClassSampler):
     """
 
     name: ClassVar[str] = "uniform-shared"
+    shared: ClassVar[bool] = True
+    own_by_features: ClassVar[bool] = True
 
     def size(self, n_sampled_classes: int) -> int:
         return min(n_sampled_classes, self.n_classes)
@@ -81,21 +83,24 @@ class _Frequency(ClassSampler):
       by K / u and reaches the classes never seen.
     """
 
+    q: np.ndarray  # (K,)
+    cumulative: Tensor
+    log_q: Tensor
+
     def __init__(self, power: float = 1.0, uniform_share: float = 0.1) -> None:
-        super().__init__()
         if not 0.0 <= uniform_share <= 1.0:
             raise ValueError(f"Expected uniform_share in [0, 1], found {uniform_share}.")
         if not 0.0 <= power <= LARGEST_POWER:
             raise ValueError(f"Expected a power of the class frequency from 0 to {LARGEST_POWER:g}, found {power}.")
         self.power, self.uniform_share = power, uniform_share
 
-    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
-        super().bind(class_counts, draw_without_replacement)
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> Self:
+        bound = super().bind(class_counts, draw_without_replacement)
         q = frequencies(class_counts, self.power, self.uniform_share)
-        self.q = q
-        self.cumulative = torch.from_numpy(np.cumsum(q))
-        self.log_q = torch.from_numpy(np.log(q))
-        return self
+        bound.q = q
+        bound.cumulative = torch.from_numpy(np.cumsum(q))
+        bound.log_q = torch.from_numpy(np.log(q))
+        return bound
 
     def size(self, n_sampled_classes: int) -> int:
         return n_sampled_classes  # with replacement: any number of draws makes sense
@@ -132,12 +137,14 @@ class FrequencyShared(_Frequency):
     """|S| draws from q over all K for the whole minibatch; weights are not renormalised for the masked label."""
 
     name: ClassVar[str] = "frequency-shared"
+    shared: ClassVar[bool] = True
+    own_by_features: ClassVar[bool] = True
 
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         v = torch.rand(size, dtype=torch.float64, generator=generator) * self.cumulative[-1]
         classes = self._lookup(v)
-        log_weight = (-self.log_q[classes] - math.log(size)).to(dtype)
-        return Sampled(classes, log_weight, labels[:, None] == classes, distinct=False)
+        log_weight, mask = (-self.log_q[classes] - math.log(size)).to(dtype), labels[:, None] == classes
+        return Sampled(classes, log_weight, mask, distinct=False, label_mask=mask)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
         return halved(self.draw_for(minibatch, size, generator=generator))
@@ -153,12 +160,15 @@ class HeadAndTail(_Frequency):
     """
 
     name: ClassVar[str] = "head-tail-shared"
+    shared: ClassVar[bool] = True
+    own_by_features: ClassVar[bool] = True
+    _ranked: np.ndarray
     _head_of: dict[int, Tensor]
 
-    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
-        super().bind(class_counts, draw_without_replacement)
-        self._ranked, self._head_of = by_frequency(self.q), {}
-        return self
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> Self:
+        bound = super().bind(class_counts, draw_without_replacement)
+        bound._ranked, bound._head_of = by_frequency(bound.q), {}
+        return bound
 
     def size(self, n_sampled_classes: int) -> int:
         return min(n_sampled_classes, self.n_classes)
@@ -187,7 +197,8 @@ class HeadAndTail(_Frequency):
         classes, certain = torch.cat([head, first, second]), torch.zeros(len(head), dtype=dtype)
         a = torch.cat([certain, of_first, torch.full_like(of_second, -math.inf)])
         b = torch.cat([certain, torch.full_like(of_first, -math.inf), of_second])
-        return in_halves(classes, minibatch.labels[:, None] == classes, a, b)
+        mask = minibatch.labels[:, None] == classes
+        return in_halves(classes, mask, a, b)._replace(label_mask=mask)
 
     def head_for(self, minibatch: Minibatch, size: int) -> Tensor:
         """The classes that are certain for this minibatch, ascending."""
@@ -200,7 +211,8 @@ class HeadAndTail(_Frequency):
         tail, of_tail = self._tail(head, size - len(head), generator, dtype)
         classes, log_weight = torch.cat([head, tail]), torch.cat([torch.zeros(len(head), dtype=dtype), of_tail])
         # A tail class that lies across the end of a stratum can be met from both sides.
-        return Sampled(classes, log_weight, labels[:, None] == classes, distinct=len(tail) <= 1)
+        mask = labels[:, None] == classes
+        return Sampled(classes, log_weight, mask, distinct=len(tail) <= 1, label_mask=mask)
 
     def _tail(self, head: Tensor, n: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """n classes outside the head, one of each stratum, and their log weights."""
@@ -233,7 +245,8 @@ class AllClasses(ClassSampler):
     """Every class, weight one: the full sum, for the exact method and for measuring the bound."""
 
     name: ClassVar[str] = "all"
-    shares: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    own_by_features: ClassVar[bool] = True
 
     def size(self, n_sampled_classes: int) -> int:
         return self.n_classes

@@ -1,4 +1,4 @@
-"""Numbers that a constructor is given: in their range, or refused with a sentence."""
+"""Range checks for numbers passed to constructors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-MOST_NODES = 256  # of a quadrature rule, whose nodes are the eigenvalues of a matrix of that size
+MOST_NODES = 256  # nodes of a quadrature rule: eigenvalues of a matrix of that size
 
 
 def check_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, whole: bool = False) -> None:

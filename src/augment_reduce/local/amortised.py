@@ -23,15 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import bounds
-from .bounds import Exponentials
-from .gaussian import gaussian_nodes, newton_move, newton_slopes
-from .kernels.rows import DenseRows, Rows
-from .layout import Entry, Layout
-from .local import Clock, LocalState, LocalStep
-from .noise import Gumbel, Noise
-from .ranges import MOST_NODES, check_number
-from .sampler import Minibatch, Sampled
+from ..kernels.rows import DenseRows
+from ..model import bounds
+from ..model.bounds import Exponentials
+from ..model.gaussian import gaussian_nodes, newton_move, newton_slopes
+from ..model.noise import Noise
+from ..sampling import Minibatch, Sampled
+from ..sharding import Partition
+from ..support.layout import Entry, Layout
+from ..support.ranges import MOST_NODES, check_number
+from .late import LateAmortised
+from .remembered import Clock, LocalState, LocalStep
 
 OFFSET_RATE, SLOPE_RATE, LABEL_RATE = 0.3, 0.7, 0.5  # together below 2: see `Amortised.learn`
 LARGEST_RESIDUAL = 4.0  # of a softmax row without a floor
@@ -78,8 +80,8 @@ class Amortised(LocalStep):
 
     def begin(self, state: LocalState, noise: Noise, minibatch: Minibatch) -> None:
         """Before the first step: what q is where all scores are equal."""
-        K, dtype = len(minibatch.parameters.bias), minibatch.parameters.bias.dtype
-        offset = torch.tensor(first_guess(noise, K), dtype=dtype)
+        K, dtype = minibatch.n_classes, minibatch.parameters.bias.dtype
+        offset = torch.tensor(first_guess(noise.alone, K), dtype=dtype)
         state["start"] = offset
         state["offset"] = offset.clone()
         state["slope"] = torch.zeros(len(offset), minibatch.X.n_features, dtype=dtype)
@@ -103,28 +105,38 @@ class Amortised(LocalStep):
             self.begin(state, noise, minibatch)
         parts = state["offset"][:, None] + products(minibatch.X, minibatch.rows, state["slope"])
         parts = parts + state["label_slope"][:, None] * (psi_y - state["label_mean"])
-        if type(noise) is Gumbel:
+        if noise.conjugate:
             return torch.maximum(parts, psi_y)
         return torch.stack([parts[0], parts[1].clamp(*PRECISION_RANGE)])
+
+    def over_ranks(self, noise: Noise, partition: Partition) -> LateAmortised | None:
+        """Where ranks need not wait, for a softmax, whose c does not depend on the label."""
+        return LateAmortised(self, partition) if noise.conjugate and partition.late else None
+
+    def centre(self, state: LocalState, minibatch: Minibatch, rows: np.ndarray) -> Tensor:
+        """c(x) (U,) of a softmax for these rows, whatever their labels."""
+        if "offset" not in state:
+            self.begin(state, bounds.SOFTMAX, minibatch)
+        return state["offset"] + products(minibatch.X, rows, state["slope"])[0]
 
     def both_steps(
         self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor, sampled: Sampled,
         clock: Clock, generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
         parts = self.predict(state, noise, minibatch, psi_y)
-        if type(noise) is Gumbel:
-            bound, grad, log_ratio, hits = self._softmax(parts[0] - psi_y, gap, sampled, want_bound)
+        if noise.conjugate:
+            bound, grad, log_ratio, hits = self._softmax(noise, parts[0] - psi_y, gap, sampled, want_bound)
             rho = residuals(True, parts, parts, log_ratio, log_ratio, self.floor)
         else:
             bound, grad, slope, bend = self._noise(parts, psi_y, noise, gap, sampled, want_bound)
             rho, hits = residuals(False, parts, parts, slope, bend, None), 0
-        self.learn(state, minibatch, psi_y, rho, with_label=type(noise) is not Gumbel)
+        self.learn(state, minibatch, psi_y, rho, with_label=not noise.conjugate)
         return bound, grad, hits
 
     def _softmax(
-        self, log_eta: Tensor, gap: Tensor, sampled: Sampled, want_bound: bool
+        self, noise: Noise, log_eta: Tensor, gap: Tensor, sampled: Sampled, want_bound: bool
     ) -> tuple[Tensor | None, Tensor, Tensor, int]:
-        exponentials = Exponentials(gap, sampled.log_weight)
+        exponentials = Exponentials(gap, sampled.log_weight, noise)
         bound = exponentials.softmax_bound(log_eta) if want_bound else None
         log_ratio = exponentials.log_eta_tilde - log_eta
         held = log_eta if self.floor is None else log_eta + (log_ratio - self.floor).clamp_min(0.0)
@@ -163,18 +175,16 @@ class Amortised(LocalStep):
     ) -> Tensor:  # fmt: skip
         dtype = gap.dtype
         parts = self.predict(state, noise, minibatch, psi_y.to(minibatch.parameters.bias.dtype)).to(dtype)
-        if type(noise) is Gumbel:
+        if noise.conjugate:
             return bounds.softmax_bound(gap, gap.new_zeros(()), parts[0] - psi_y.to(dtype))
         q = gaussian_nodes(parts[0] - psi_y.to(dtype), parts[1].exp(), n_nodes=40)
         return bounds.noise_bound(noise, gap, gap.new_zeros(()), q)
 
 
-def entries(X: Rows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The non-zeros of sparse rows side by side: their number in each row, features, values."""
-    start = X.indptr[rows].astype(np.int64)  # type: ignore[union-attr]
-    length = X.indptr[rows + 1].astype(np.int64) - start  # type: ignore[union-attr]
-    at = np.arange(int(length.sum())) + np.repeat(start - (np.cumsum(length) - length), length)
-    return length, X.indices[at], X.values[at]  # type: ignore[union-attr]
+def entries(X: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The non-zeros of sparse rows side by side: features, values, their number in each row."""
+    own, at = X.loaded(rows)
+    return own.entries(at)
 
 
 def products(X: Any, rows: np.ndarray, slope: Tensor) -> Tensor:
@@ -182,7 +192,7 @@ def products(X: Any, rows: np.ndarray, slope: Tensor) -> Tensor:
     X = getattr(X, "source", X)  # rows on a device have a twin here
     if isinstance(X, DenseRows):
         return slope @ torch.from_numpy(np.ascontiguousarray(X.values[rows])).to(slope.dtype).T
-    length, feature, value = entries(X, rows)
+    feature, value, length = entries(X, rows)
     row = np.repeat(np.arange(len(rows)), length)
     found = [np.bincount(row, weights=s[feature] * value, minlength=len(rows)) for s in slope.numpy()]
     return torch.from_numpy(np.stack(found)).to(slope.dtype)
@@ -195,7 +205,7 @@ def add_rows(X: Any, rows: np.ndarray, by: Tensor, slope: Tensor) -> None:
         x = torch.from_numpy(np.ascontiguousarray(X.values[rows])).to(slope.dtype)
         slope += by @ x / x.square().sum().clamp_min(1e-12)
         return
-    length, feature, value = entries(X, rows)
+    feature, value, length = entries(X, rows)
     energy = max(float(np.square(value, dtype=np.float64).sum()), 1e-12)
     for part, each in zip(slope.numpy(), by.numpy(), strict=True):
         np.add.at(part, feature, np.repeat(each, length) * value / energy)
@@ -235,7 +245,7 @@ def first_guess(noise: Noise, n_classes: int) -> list[float]:
 
     Newton from the best q of half as many classes: from far below, where q is narrow, moves are short.
     """
-    if type(noise) is Gumbel:
+    if noise.conjugate:
         return [math.log(n_classes)]
     gap = torch.zeros(1, 1, dtype=torch.float64)
     m, precision = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)

@@ -16,19 +16,15 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.polynomial import chebyshev
-from scipy.special import erfcx
 from torch import Tensor
 
-from .seeds import many_uniforms
+from ..kernels.constants import LOG_SQRT_2PI, TAIL_CENTRE, tail_gap_powers
+from ..support.seeds import many_uniforms
 
-LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
-TAIL_CENTRE = 3.5  # c in `_tail_gap`: puts the fit where δ bends; half of it costs three digits, twice of it one or two
 BLOCK = 2**15  # elements at a time on the CPU: intermediate results stay in cache and reuse the same memory
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -39,10 +35,14 @@ class Noise(ABC):
 
     `smooth_log_concave` promises that log φ and log Φ are smooth and concave. Quadrature then spends one even grid on
     the one interval that matters; without the promise it adapts to kinks and to more than one mode. False is safe.
+
+    `scalars` makes it fast on the CPU: the same functions of one number, compiled by Numba (`augment_reduce.Scalars`).
     """
 
     name: str = "noise"
     smooth_log_concave: bool = False
+    conjugate: ClassVar[bool] = False  # whether the best q is Gumbel(log η, 1), in closed form: the softmax
+    scalars: ClassVar[Any] = None  # `Scalars`, the name of those of ours, or None: torch operations only
 
     @abstractmethod
     def log_prob(self, eps: Tensor) -> Tensor:
@@ -76,8 +76,59 @@ class Noise(ABC):
         """Standard form u of the family q: ε = μ + σ u (paper, sec. 3.2). Normal unless a noise knows better."""
         return Normal()
 
+    # Sums over the classes of a row: gap (B, S) is ψ_k - ψ_y, -inf where masked; log ω broadcasts to it; eps (B, J) are
+    # the nodes of q, and weight (J,) or (B, J) their weights.
+
+    def sum_log_cdf(self, gap: Tensor, log_weight: Tensor, eps: Tensor) -> Tensor:
+        """(B, J) Σ_k ω_k log Φ(ε_j - gap_k): the log probability that every rival's utility is below ε_j."""
+        omega, gap = unmasked(gap, log_weight)
+        return (omega[:, None, :] @ self.log_cdf(eps[:, None, :] - gap[:, :, None]))[:, 0]
+
+    def sum_slopes(self, gap: Tensor, log_weight: Tensor, eps: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ_k ω_k (log Φ)'(ε_j - gap_k) (B, J), the same of (log Φ)'', and `hazards` (B, S)."""
+        omega, gap = unmasked(gap, log_weight)
+        first, second = self.dlog_cdf_and_derivative(eps[:, None, :] - gap[:, :, None])
+        slope, bend = ((omega[:, None, :] @ each)[:, 0] for each in (first, second))
+        return slope, bend, omega * over_nodes(first, weight)
+
+    def hazards(self, gap: Tensor, log_weight: Tensor, eps: Tensor, weight: Tensor) -> Tensor:
+        """(B, S) ω_k Σ_j weight_j (φ / Φ)(ε_j - gap_k)."""
+        omega, gap = unmasked(gap, log_weight)
+        return omega * over_nodes(self.dlog_cdf(eps[:, None, :] - gap[:, :, None]), weight)
+
+    @property
+    def alone(self) -> "Noise":
+        """The same with sums over the classes that it is given, and no others."""
+        return self
+
+    def summed(self, sums: Tensor) -> Tensor:
+        """Sums over the classes here, with those of the classes on other processes added: see `OverRanks`."""
+        return sums
+
+    def largest(self, gap: Tensor) -> Tensor:
+        """(B,) max_k gap_k, over the classes on other processes too."""
+        return gap.amax(dim=-1)
+
+    def log_total(self, values: Tensor) -> Tensor:
+        """(B,) log Σ_k e^values_k, likewise."""
+        return torch.logsumexp(values, dim=-1)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+
+
+def unmasked(gap: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(ω, gap) for a noise to work on: a masked pair has weight zero and a harmless gap instead of -inf.
+
+    A user's noise then never meets an infinity, whose derivative by autograd would be NaN.
+    """
+    masked = gap == -torch.inf
+    return torch.exp(log_weight).expand_as(gap).masked_fill(masked, 0.0), gap.masked_fill(masked, 0.0)
+
+
+def over_nodes(values: Tensor, weight: Tensor) -> Tensor:
+    """Σ_j weight_j values[..., j], weight (J,) or one line a row."""
+    return values @ weight if weight.ndim == 1 else (values @ weight[:, :, None])[:, :, 0]
 
 
 class LocationScale(Noise):
@@ -105,6 +156,8 @@ class Gumbel(Noise):
 
     name = "softmax"
     smooth_log_concave = True
+    conjugate = True
+    scalars = "gumbel"
 
     def log_prob(self, eps: Tensor) -> Tensor:
         # The clamp acts at ε = -inf only, where inf - inf would be NaN; the gradient there is that of the other term.
@@ -134,6 +187,7 @@ class Logistic(LocationScale):
 
     name = "logistic"
     smooth_log_concave = True
+    scalars = "logistic"
     entropy = 2.0
 
     def log_prob(self, eps: Tensor) -> Tensor:
@@ -184,16 +238,13 @@ class Normal(LocationScale):
 
     name = "probit"
     smooth_log_concave = True
+    scalars = "normal"
     entropy = 0.5 + LOG_SQRT_2PI
 
     def log_prob(self, eps: Tensor) -> Tensor:
         return (-0.5 * eps) * eps - LOG_SQRT_2PI  # in this order it overflows only where ε²/2 does
 
     def log_cdf(self, eps: Tensor) -> Tensor:
-        if _compiled(eps):
-            from .kernels import _cpu_noise
-
-            return _cpu_noise.log_cdf(eps)
         return _closed(eps, self._log_cdf, self.dlog_cdf)
 
     def dlog_prob(self, eps: Tensor) -> Tensor:
@@ -203,20 +254,12 @@ class Normal(LocationScale):
         return torch.full_like(eps, -1.0)
 
     def dlog_cdf(self, eps: Tensor) -> Tensor:
-        if _compiled(eps):
-            from .kernels import _cpu_noise
-
-            return _cpu_noise.dlog_cdf(eps)
         return _closed(eps, self._dlog_cdf, self.d2log_cdf)
 
     def d2log_cdf(self, eps: Tensor) -> Tensor:
         return _closed(eps, self._d2log_cdf, _no_third_derivative)
 
     def dlog_cdf_and_derivative(self, eps: Tensor) -> tuple[Tensor, Tensor]:
-        if _compiled(eps):
-            from .kernels import _cpu_noise
-
-            return _cpu_noise.dlog_cdf_and_derivative(eps)
         if eps.requires_grad:
             return super().dlog_cdf_and_derivative(eps)
         a = eps.abs().clamp_max_(1e18)
@@ -277,13 +320,13 @@ def resolve_noise(model: str | Noise) -> Noise:
     if hasattr(model, "log_prob") and hasattr(model, "log_cdf"):
         raise ValueError(
             f"{expected}, but found {model!r}, which has log_prob and log_cdf but is none. "
-            "Let its class subclass augment_reduce.noise.Noise, which supplies the derivatives (docs/noise.md)."
+            "Let its class subclass augment_reduce.model.noise.Noise, which supplies the derivatives (docs/noise.md)."
         )
     raise ValueError(f"{expected}, but found {model!r}. To bring a noise of your own, see docs/noise.md.")
 
 
 def _uniforms(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device | str) -> Tensor:
-    """Of (0, 1), in float64, whose quantiles are draws; on the CPU as `kernels._cpu_draws` makes them, so that compiled
+    """Of (0, 1), in float64, whose quantiles are draws; on the CPU as `kernels.cpu.draws` makes them, so that compiled
     steps draw the same.
 
     A float32 uniform has steps of 2^-24: no logistic draw beyond ±16.6 and, once in 17 million, u = 0. In float64 the
@@ -306,16 +349,6 @@ def _by_autograd(function: Elementwise, eps: Tensor) -> Tensor:
             return torch.zeros_like(eps)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=again, materialize_grads=True)
         return slope.clone()  # where all is zero (twice through abs, say) autograd returns a tensor without memory
-
-
-def may_be_compiled(noise: Noise, numbers: Tensor) -> bool:
-    """Whether `kernels._cpu_noise_rows` may take sums over classes over: it knows two noises."""
-    return type(noise) in (Normal, Logistic) and _compiled(numbers)
-
-
-def _compiled(eps: Tensor) -> bool:
-    """Whether Numba may take over: plain numbers on the CPU, with nobody recording what becomes of them."""
-    return eps.is_cpu and torch.is_inference_mode_enabled() and eps.dtype in (torch.float32, torch.float64)
 
 
 def _closed(eps: Tensor, value: Elementwise, derivative: Elementwise) -> Tensor:
@@ -382,13 +415,5 @@ def _tail_gap(a: Tensor) -> Tensor:
 
 @functools.cache
 def _tail_gap_coefficients(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Highest power first: (a + c) δ(a) interpolated at Chebyshev points, to 2e-15 (float64) and 4e-8 (float32)."""
-    degree = 24 if dtype == torch.float64 else 12
-    t = chebyshev.chebpts1(degree + 1)
-    a = TAIL_CENTRE * (1.0 + t) / (1.0 - t)
-    below = a.copy()  # Laplace: δ(a) = 1/(a + 2/(a + 3/(a + ...))), which converges fast unless a is small
-    for j in range(1000, 1, -1):
-        below = a + j / below
-    delta = np.where(a < 0.5, math.sqrt(2.0 / math.pi) / erfcx(a * math.sqrt(0.5)) - a, 1.0 / below)
-    powers = chebyshev.cheb2poly(chebyshev.chebfit(t, (a + TAIL_CENTRE) * delta, degree))
-    return torch.tensor(powers[::-1].copy(), dtype=dtype, device=device).unbind()
+    """Highest power first."""
+    return torch.tensor(tail_gap_powers(dtype == torch.float64), dtype=dtype, device=device).unbind()

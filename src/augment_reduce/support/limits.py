@@ -1,8 +1,8 @@
-"""How much memory this process may still take, and errors that say so.
+"""Available memory of this process, and MemoryErrors with sizes.
 
-What the machine has free is one limit. A container or a batch job has others, which nothing reports when they are
-exceeded: the process is killed. So the limits of the process's control groups (versions 1 and 2, and all groups above
-them) and its resource limits are asked too, before anything large is allocated.
+The machine's free memory is one limit. In a container or a batch job there are others, and a process that exceeds them
+is killed without a message. So the limits of its control groups (versions 1 and 2, and all parents) and its resource
+limits are checked, too, before anything large is allocated.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .kernels.threads import get_num_threads
+from ..kernels.threads import get_num_threads
 
 UNLIMITED = 1 << 60  # version 1 says "no limit" with a number a little below 2^63
 # Compiling, loading libraries and starting threads take memory and address space of their own. Where the latter is
 # short these end the process instead of raising an error, so that much has to be left. Measured: docs/running.md.
-ADDRESS_SPACE, OF_A_THREAD = 500 << 20, 72 << 20  # a stack, and what malloc reserves
-WHEN_LOADED = 200 << 20  # in place of both, once a fit or a prediction has come to its end: more kernels, perhaps
+ADDRESS_SPACE, OF_A_THREAD = 500 << 20, 72 << 20  # per thread: a stack, and what malloc reserves
+WHEN_LOADED = 200 << 20  # instead of both, after a first complete fit or prediction: perhaps more kernels
 OVERHEAD = 350 << 20  # memory: counted where a fit is larger than that, so that small ones run anywhere
 
 
@@ -27,7 +27,7 @@ _loaded = False
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that can be had now, or None where the system does not say. `root` holds `proc` and `sys`."""
+    """Available memory, or None if unknown. `root` contains `proc` and `sys`."""
     found = [_free_on_machine(root), *_left_in_groups(root)]
     if root == Path("/"):
         found.append(_left_of_address_space(root))
@@ -36,9 +36,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def shortage(needed: int, mapped: int | None = None) -> int | None:
-    """How many bytes are available, where `needed` more are not; None where they are, or nobody knows.
+    """The available bytes if they are fewer than `needed`; None if they suffice or are unknown.
 
-    `mapped`: address space besides, by default that for kernels and their threads.
+    `mapped`: additional address space, by default for kernels and their threads.
     """
     available, address_space = available_bytes(), _left_of_address_space(Path("/"))
     if mapped is None:
@@ -51,7 +51,7 @@ def shortage(needed: int, mapped: int | None = None) -> int | None:
 
 @contextlib.contextmanager
 def memory_errors(what: str, needed: int, *, loads: bool = False) -> Iterator[None]:
-    """Whatever says that there is no memory inside, says it as a MemoryError, with sizes. `loads`: kernels."""
+    """Turn any failure for lack of memory into a MemoryError with sizes. `loads`: the body may compile kernels."""
     global _loaded
     try:
         yield
@@ -96,7 +96,7 @@ def _free_on_machine(root: Path) -> int | None:
 
 
 def _left_of_address_space(root: Path) -> int | None:
-    """What RLIMIT_AS and RLIMIT_DATA leave."""
+    """Bytes left of RLIMIT_AS and RLIMIT_DATA."""
     try:
         import resource
     except ImportError:  # Windows
@@ -115,7 +115,7 @@ def _left_of_address_space(root: Path) -> int | None:
 
 
 def _left_in_groups(root: Path) -> Iterator[int | None]:
-    """Of the groups that this process is in, and of all above them."""
+    """Bytes left in the control groups of this process and all their parents."""
     mounts = list(_group_mounts(root))
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -129,7 +129,7 @@ def _left_in_groups(root: Path) -> Iterator[int | None]:
 
 
 def _group_mounts(root: Path) -> Iterator[tuple[int, str, str]]:
-    """(version, the group that is mounted, where) of the file systems that tell about memory."""
+    """(version, mounted group, mount point) of the control-group file systems for memory."""
     found = False
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
@@ -149,8 +149,8 @@ def _group_mounts(root: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def _below(path: str, top: str) -> list[str]:
-    """The steps from the mounted group down to this process's. Where it is not below that one (a container that is told
-    the host's path), the mounted group is all that is known."""
+    """The path from the mounted group down to this process's. If it is not below (a container that sees the host's
+    path), only the mounted group is known."""
     steps, of_top = [s for s in path.split("/") if s], [s for s in top.split("/") if s]
     if steps[: len(of_top)] != of_top or ".." in steps:
         return []
@@ -163,7 +163,7 @@ def _upwards(mount: Path, steps: list[str]) -> Iterator[Path]:
 
 
 def _left_in_2(folder: Path) -> int | None:
-    """Above memory.high the system slows a process down until it gives memory back, which a fit cannot."""
+    """memory.high counts, too: above it the system throttles a process until it frees memory, which a fit cannot."""
     limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
     return _left(limits, _number(folder / "memory.current"), _statistics(folder).get("inactive_file", 0))
 
@@ -176,7 +176,7 @@ def _left_in_1(folder: Path) -> int | None:
 
 
 def _left(limits: list[int | None], used: int | None, reclaimable: int) -> int | None:
-    """Copies of files that nobody has read lately give way when memory is short."""
+    """The limit minus usage; inactive file cache counts as free."""
     known = [limit for limit in limits if limit is not None and limit < UNLIMITED]
     if not known:
         return None
@@ -189,7 +189,7 @@ def _statistics(folder: Path) -> dict[str, int]:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None for "max", or where there is none."""
+    """The number in a file; None for "max" or a missing file."""
     for line in _lines(file):
         return int(line) if line.strip().isdigit() else None
     return None

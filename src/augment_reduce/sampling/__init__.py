@@ -17,8 +17,8 @@ own label is masked, and counts for nothing.
                                stratum of the others, label masked
     HardNegativeCache          as HeadAndTail, and for certain what was       the same
                                hard for these rows at their last visit
-    FeaturePointed             as HeadAndTail, and for each row, for          the same; 1
-                               certain, what its features point at
+    FeatureCandidates          as HeadAndTail, and for each row, for          the same; 1
+                               certain, candidates by its features
     Conditional                with replacement from q(k | x) over the        (1 - q(y | x)) / (|S| q(k | x))
                                others: clusters of classes scored for the row
     AllClasses                 every class, label masked                      1
@@ -26,39 +26,59 @@ own label is masked, and counts for nothing.
 
 from __future__ import annotations
 
-from .samplers.base import (
+import warnings
+from typing import Any
+
+from .base import (
     ClassSampler,
     DrawWithoutReplacement,
     Half,
     Minibatch,
     Sampled,
+    TrainingData,
     certain_classes,
     frequencies,
 )
-from .samplers.cache import HardNegativeCache
-from .samplers.conditional import Conditional
-from .samplers.fixed import AllClasses, FrequencyPerRow, FrequencyShared, HeadAndTail, UniformPerRow, UniformShared
-from .samplers.pointed import FeaturePointed
+from .cache import HardNegativeCache
+from .candidates import FeatureCandidates
+from .conditional import Conditional
+from .fixed import AllClasses, FrequencyPerRow, FrequencyShared, HeadAndTail, UniformPerRow, UniformShared
 
 __all__ = [
-    "SAMPLERS", "AllClasses", "ClassSampler", "Conditional", "DrawWithoutReplacement", "FeaturePointed",
+    "SAMPLERS", "AllClasses", "ClassSampler", "Conditional", "DrawWithoutReplacement", "FeatureCandidates",
     "FrequencyPerRow", "FrequencyShared", "Half", "HardNegativeCache", "HeadAndTail", "Minibatch", "Sampled",
-    "UniformPerRow", "UniformShared", "certain_classes", "frequencies", "resolve_sampler",
+    "TrainingData", "UniformPerRow", "UniformShared", "certain_classes", "frequencies", "resolve_sampler",
 ]  # fmt: skip
 
 SAMPLERS: dict[str, type[ClassSampler]] = {
     cls.name: cls
     for cls in (
-        UniformPerRow, UniformShared, FrequencyPerRow, FrequencyShared, HeadAndTail, HardNegativeCache, FeaturePointed,
-        Conditional, AllClasses,
+        UniformPerRow, UniformShared, FrequencyPerRow, FrequencyShared, HeadAndTail, HardNegativeCache,
+        FeatureCandidates, Conditional, AllClasses,
     )
 }  # fmt: skip
+RENAMED = {"pointed-shared": FeatureCandidates.name, "FeaturePointed": FeatureCandidates.__name__}
+
+
+def __getattr__(name: str) -> Any:
+    if name in RENAMED:
+        return globals()[renamed(name)]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def renamed(name: str) -> str:
+    """The name that took the place of a former one, with a warning; any other as it is."""
+    if name not in RENAMED:
+        return name
+    warnings.warn(f"{name!r} is now {RENAMED[name]!r}; use that.", FutureWarning, stacklevel=3)
+    return RENAMED[name]
 
 
 def resolve_sampler(class_sampling: str | ClassSampler) -> ClassSampler:
     """A sampler by its name, or the object itself."""
     if isinstance(class_sampling, ClassSampler):
         return class_sampling
+    class_sampling = renamed(class_sampling) if isinstance(class_sampling, str) else class_sampling
     if isinstance(class_sampling, str) and class_sampling in SAMPLERS:
         return SAMPLERS[class_sampling]()
     raise ValueError(

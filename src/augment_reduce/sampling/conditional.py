@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..layout import Entry, Layout
-from ..seeds import many_uniforms
-from .base import ClassSampler, DrawWithoutReplacement, Minibatch, Sampled, halved
+from ..support.finite import check_finite
+from ..support.layout import Entry, Layout
+from ..support.seeds import many_uniforms
+from .base import DrawWithoutReplacement, Minibatch, Sampled, halved
 from .fixed import _Frequency
 
 ROWS_LOOKED_AT = 32  # rows of a minibatch on which classes are compared
 BLOCK = 2**24  # weights copied at a time
-
-
-def finite(psi: Tensor) -> Tensor:
-    """The scores, or the error of weights that have diverged."""
-    from ..scores import all_finite, not_finite
-
-    if not all_finite(psi):
-        raise not_finite()
-    return psi
 
 
 class Clusters(NamedTuple):
@@ -64,6 +56,9 @@ class Conditional(_Frequency):
     """
 
     name: ClassVar[str] = "conditional"
+    over_ranks: ClassVar[bool] = False  # clusters come from the weights of all classes
+    clusters: Clusters | None
+    refreshed_after: int  # steps
 
     def __init__(
         self, n_clusters: int | None = None, share: float = 0.2, power: float = 1.0, uniform_share: float = 0.1
@@ -74,17 +69,16 @@ class Conditional(_Frequency):
         if n_clusters is not None and (n_clusters < 1 or n_clusters & (n_clusters - 1)):
             raise ValueError(f"Expected n_clusters to be None or a power of two, found {n_clusters}.")
         self.n_clusters, self.share = n_clusters, share
-        self.clusters: Clusters | None = None
-        self.refreshed_after = -1  # steps
 
-    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
-        self.clusters, self.refreshed_after = None, -1
-        return super().bind(class_counts, draw_without_replacement)
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> Self:
+        bound = super().bind(class_counts, draw_without_replacement)
+        bound.clusters, bound.refreshed_after = None, -1
+        return bound
 
     def bytes(self, n_rows: int, n_features: int) -> int:
         return 8 * (self._n_clusters() * n_features + ROWS_LOOKED_AT * self.n_classes)
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         if self.clusters is None:
             return {}
         weight, bias = self.clusters.weight.cpu(), self.clusters.bias.cpu()
@@ -102,10 +96,10 @@ class Conditional(_Frequency):
             "part": Entry("int32", ("K",), 0, "C", all_occur=True), "after": Entry("int64", (1,), 0, 2**53),
         },)  # fmt: skip
 
-    def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
-        if kept.keys() == {"part", "weight", "bias", "after"} and len(kept["part"]) == self.n_classes:
-            self.clusters = self._tables(kept["part"].long(), kept["weight"], kept["bias"])
-            self.refreshed_after = int(kept["after"])
+    def load_state_dict(self, state: dict[str, Tensor], *, same_rows: bool) -> None:
+        if state.keys() == {"part", "weight", "bias", "after"} and len(state["part"]) == self.n_classes:
+            self.clusters = self._tables(state["part"].long(), state["weight"], state["bias"])
+            self.refreshed_after = int(state["after"])
 
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         raise TypeError("Conditional draws by the features of the rows: call draw_for with a Minibatch.")
@@ -129,7 +123,8 @@ class Conditional(_Frequency):
         psi = minibatch.kernels.shared_scores(
             minibatch.X, minibatch.rows, torch.arange(len(bias)), weight.to(home), bias.to(home)
         )
-        return (1.0 - self.share) * torch.softmax(finite(psi).double(), dim=1) + self.share * self.clusters.mass
+        check_finite(psi)
+        return (1.0 - self.share) * torch.softmax(psi.double(), dim=1) + self.share * self.clusters.mass
 
     def _draw(self, c: Clusters, chance: Tensor, labels: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S) classes other than the label, and log omega. One uniform says the cluster and the class in it."""
@@ -161,7 +156,8 @@ class Conditional(_Frequency):
         weight, bias = minibatch.parameters.weight, minibatch.parameters.bias
         rows = minibatch.rows[:ROWS_LOOKED_AT]
         psi = minibatch.kernels.shared_scores(minibatch.X, rows, torch.arange(self.n_classes), weight, bias).double()
-        residual = finite(psi) - self.log_q
+        check_finite(psi)
+        residual = psi - self.log_q
         part = torch.from_numpy(bisect(residual.T.numpy(), self._n_clusters()))
         mass = torch.zeros(int(part.max()) + 1, dtype=torch.float64).index_add_(0, part, self.log_q.exp())
         inside = self.log_q.exp() / mass[part]  # the mean's weights

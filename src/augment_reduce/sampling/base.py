@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.alike import Alike
-from ..layout import Layout
+from ..kernels.cpu.row_groups import RowGroups
+from ..kernels.minibatch_groups import MinibatchGroups
+from ..sharding import Partition
+from ..support.layout import Layout
 
 DrawWithoutReplacement = Callable[..., Tensor]  # (uniforms (B, S), n, labels (B,) | None) -> (B, S)
 
@@ -37,6 +40,8 @@ class Sampled(NamedTuple):
     - `mask`: (B, S), True where a row meets its own label, or a class that stands for it elsewhere; None: nowhere;
     - `distinct`: whether no class stands twice in a row's sample;
     - `halves`: where it was drawn in two; omega is then the mean of the weights given either;
+    - `label_mask`: `mask` itself where that hides no more than a row's own label and, among the shared classes, those
+      that the row has for itself: a fused kernel need not read it. Whoever replaces the mask need not say anything;
     - `own`: (B, P), classes that a row has for itself beside the shared ones, as the last P of its S + P columns; the
       same for rows with the same features. Where it has fewer, `n_own` (B,), some label fills the rest, masked.
     """
@@ -48,6 +53,7 @@ class Sampled(NamedTuple):
     halves: tuple[Half, Half] | None = None
     own: Tensor | None = None
     n_own: Tensor | None = None
+    label_mask: Tensor | None = None
 
     def columns(self, n_rows: int) -> Tensor:
         """The classes of all columns, a row for each row, or the shared ones alone."""
@@ -57,6 +63,11 @@ class Sampled(NamedTuple):
     @property
     def shared(self) -> bool:
         return self.classes.ndim == 1
+
+    @property
+    def hides_labels_only(self) -> bool:
+        """Whether the mask follows from the labels and the classes; see `label_mask`."""
+        return self.mask is not None and self.mask is self.label_mask and (self.own is None) == (self.n_own is None)
 
 
 class Minibatch(NamedTuple):
@@ -68,36 +79,83 @@ class Minibatch(NamedTuple):
     parameters: Any  # Parameters
     kernels: ModuleType
     steps_taken: int
-    alike: Alike | None = None  # which of the rows have the same features, where that is known
+    groups: MinibatchGroups | None = None  # which of the rows have the same features, where that is known
+    all_classes: int = 0  # K, where `parameters` are those of some classes only
+
+    @property
+    def n_classes(self) -> int:
+        return self.all_classes or len(self.parameters.bias)
+
+
+class TrainingData(NamedTuple):
+    """What a sampler may look at before the first step."""
+
+    X: Any  # Rows
+    rows: np.ndarray  # those that are trained on
+    labels: np.ndarray  # of these, in the same order
+    groups: RowGroups | None = None  # of duplicate rows, where they have been looked for
 
 
 class ClassSampler:
-    """Base of the samplers: `bind` once to the training labels, then `draw` at every step.
+    """Base of the samplers: a recipe, of which `bind` makes a copy for one fit, and that copy draws at every step.
 
-    One that looks further than labels says `draw_for` instead. One that learns on the way says `learn`, and what of it
-    a fit that goes on later needs: `kept`. A draw may depend on anything before it, and on the rows it is for; never on
-    the classes that this step has drawn.
+    The recipe holds the constructor's arguments and is never written to: several estimators may share one. All that
+    depends on the data or changes in training (tables of class frequencies, a memory of rows) belongs to the bound
+    copy, and what of it has to outlive the fit is in its `state_dict`.
+
+    A subclass defines `draw`, or `draw_for` where it looks further than labels. To build tables it extends `bind`:
+
+        def bind(self, class_counts, draw_without_replacement):
+            bound = super().bind(class_counts, draw_without_replacement)
+            bound.log_count = np.log(class_counts)
+            return bound
+
+    A subclass with shared classes says `shared = True`, and `own_by_features = True` where rows with the same features
+    have the same classes of their own, or none: then duplicate rows of a minibatch come together and are scored once.
+    Whoever defines a draw anew says the latter again; it is not inherited with a draw that may not keep to it.
+
+    Over ranks every process draws for all classes, and all have to draw the same: a sampler that looks at weights or
+    gradients, of which a process then has some classes only, brings them together by `partition`, or says
+    `over_ranks = False` and is refused there.
+
+    One that looks at all training rows before the first step defines `prepare`, one that learns from gradients
+    `observe`. A draw may depend on anything before it, and on the rows it is for; never on the classes that this step
+    has drawn.
     """
 
     name: ClassVar[str]
+    shared: ClassVar[bool] = False  # whether a minibatch shares the classes that it draws
+    own_by_features: ClassVar[bool] = False  # whether rows with the same features have the same `Sampled.own`, if any
+    over_ranks: ClassVar[bool] = True  # whether it draws the same where a process has some of the weights only
+    n_classes: int = 0  # K, of a bound copy
+    partition: Partition | None = None  # of a bound copy whose weights are on several processes
+    _draw_without_replacement: DrawWithoutReplacement
 
-    def __init__(self) -> None:
-        self.n_classes = 0
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if {"draw", "draw_for", "draw_halves"} & vars(cls).keys() and "own_by_features" not in vars(cls):
+            cls.own_by_features = False
 
-    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> ClassSampler:
-        """Learn K and the class frequencies; `draw_without_replacement` is the kernel of the device."""
-        self.n_classes = len(class_counts)
-        self._draw_without_replacement = draw_without_replacement
-        return self
+    def for_classes(self, n_classes: int) -> Self:
+        """A copy that knows K, as `size` and `bytes` need it."""
+        found = copy.copy(self)
+        found.n_classes = n_classes
+        return found
+
+    def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> Self:
+        """A copy for one fit, with K and the class frequencies; `draw_without_replacement` is the device's kernel."""
+        bound = self.for_classes(len(class_counts))
+        bound._draw_without_replacement = draw_without_replacement
+        return bound
 
     def size(self, n_sampled_classes: int) -> int:
         """|S| as drawn: never more than there are others to draw."""
         return min(n_sampled_classes, self.n_classes - 1)
 
     @property
-    def shares(self) -> bool:
-        """Whether a minibatch shares the classes that it draws."""
-        return self.name.endswith("shared")
+    def observes(self) -> bool:
+        """Whether `observe` wants the gradients of a step."""
+        return type(self).observe is not ClassSampler.observe
 
     def most_own(self) -> int:
         """Classes that a row may have for itself beside those drawn."""
@@ -120,28 +178,29 @@ class ClassSampler:
         return joined(first, self.draw_for(minibatch, size // 2, generator=generator))
 
     def warm_up(self, X: Any) -> None:
-        """Compile what `study` needs for such rows."""
+        """Compile what `prepare` needs for such rows."""
 
-    def study(self, X: Any, rows: np.ndarray, labels: np.ndarray, size: int) -> None:
-        """Before the first step on them: all the rows to be trained on, labels of these in the same order, and |S|."""
+    def prepare(self, data: TrainingData, size: int) -> None:
+        """Before the first step on these rows, with |S|. By default: nothing."""
 
     def end_epoch(self, parameters: Any, n_rows: int, size: int) -> None:
         """After the last step of an epoch over n_rows: the weights as they are, and |S|. By default: nothing."""
 
-    def learn(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
+    def observe(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
         """After the step: the bound's gradient by the gaps (B, S) of the classes drawn. By default: nothing."""
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What has to be there again for training to go on exactly; saved with the model."""
         return {}
 
+    def load_state_dict(self, state: dict[str, Tensor], *, same_rows: bool) -> None:
+        """Restore the `state_dict` of an earlier fit, after `bind`. `same_rows`: row n is still row n. State of another
+        kind of sampler, or of other settings, is left alone: the fit begins without."""
+
     @classmethod
     def layouts(cls) -> tuple[Layout, ...]:
-        """What `kept` may look like in a model file; none: it is not checked there."""
+        """What `state_dict` may look like in a model file; none: it is not checked there."""
         return ()
-
-    def resume(self, kept: dict[str, Tensor], *, same_rows: bool) -> None:
-        """Take up what an earlier fit `kept`, after `bind`. `same_rows`: row n is still row n."""
 
 
 def joined(first: Sampled, second: Sampled) -> Sampled:
@@ -165,7 +224,7 @@ def halved(sampled: Sampled) -> Sampled:
     in_first = torch.arange(size) < n
     a = (log_weight + math.log(size / n)).masked_fill(~in_first, -math.inf)
     b = (log_weight + math.log(size / (size - n))).masked_fill(in_first, -math.inf)
-    return in_halves(sampled.classes, sampled.mask, a, b)
+    return in_halves(sampled.classes, sampled.mask, a, b)._replace(label_mask=sampled.label_mask)
 
 
 def cut_in_two(sampled: Sampled, n_others: int, generator: torch.Generator) -> Sampled:

@@ -21,7 +21,7 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
-from .noise import Gumbel, Noise
+from .noise import Noise
 
 CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
 DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, since there every small operation costs a launch
@@ -317,7 +317,7 @@ def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor, *, closed_form: boo
     Softmax has eq. (1) instead of an integral, unless `closed_form=False`. Accuracy as `log_proba` says.
     """
     _check(psi, classes)
-    if closed_form and type(noise) is Gumbel:
+    if closed_form and noise.conjugate:
         return psi.double().gather(1, classes) - psi.double().logsumexp(1, keepdim=True)
     out = torch.empty(classes.shape, dtype=torch.float64, device=psi.device)
     for block, crowd in _crowds(noise, psi):
@@ -341,7 +341,7 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
     """
     label = labels[:, None]
     _check(psi, label)
-    if type(noise) is Gumbel:
+    if noise.conjugate:
         log_p = psi.double().log_softmax(1)
         return log_p.gather(1, label)[:, 0], (-log_p.exp()).scatter_add_(1, label, torch.ones_like(log_p[:, :1]))
     value = torch.empty(len(psi), dtype=torch.float64, device=psi.device)
@@ -362,6 +362,23 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
 
 
 @torch.no_grad()
+def grid_of_gaps(noise: Noise, gap: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Nodes for the labels' integrals, from gap (B, K) = psi_k - psi_y, -inf where k is the label.
+
+    Yields (rows, eps (b, Q), log of the quadrature weights (b, Q), sum_{k != y} log Phi(eps - gap_k) (b, Q)), each row
+    once: log p = log sum_q exp(log phi(eps_q) + log weight_q + sum_q).
+    """
+    psi = gap.masked_fill(gap == -math.inf, 0.0)
+    for block, crowd in _crowds(noise, psi):
+        s = -psi[block].double().amax(1, keepdim=True)
+        for rows, v, log_weight in grid_for(crowd, s):
+            eps, below = v - s[rows], crowd.log_below(v, rows)
+            others = torch.where(below > -math.inf, below - noise.log_cdf(eps), -math.inf)
+            log_step = torch.where(below > -math.inf, log_weight - below, -math.inf)
+            yield rows + block.start, eps, log_step, others
+
+
+@torch.no_grad()
 def log_proba(noise: Noise, psi: Tensor) -> Tensor:
     """log p(k | psi) of all classes, not renormalised: (B, K) -> (B, K). One grid a row: O(K J), never O(K^2).
 
@@ -370,7 +387,7 @@ def log_proba(noise: Noise, psi: Tensor) -> Tensor:
     1e-10, so that the log of a smaller one has the right order at best: for a label's ask `log_likelihood`.
     """
     _check(psi, psi.new_zeros(len(psi), 1))
-    if type(noise) is Gumbel:
+    if noise.conjugate:
         return psi.double().log_softmax(1)
     out = torch.empty(psi.shape, dtype=torch.float64, device=psi.device)
     for block, crowd in _crowds(noise, psi):

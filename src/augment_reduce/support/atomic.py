@@ -1,14 +1,14 @@
-"""Write a file whole or not at all: under a temporary name in the same folder, which then takes the target's name.
+"""Atomic writes: to a temporary file in the same folder, which is then renamed to the target.
 
-A crash or a kill at any moment leaves the old file or the new one. What a write does to what was there:
+A crash or a kill at any moment leaves the old file or the new one. What happens to an existing target:
 
     a regular file     is replaced; its permission bits are kept, its owner and group where the system allows it
-    a symbolic link    is kept; the file it points at is replaced, or made
-    a hard link        is cut: the other names keep the old content
+    a symbolic link    is kept; its target is replaced or created
+    a hard link        is broken: the other names keep the old content
     a folder, FIFO, device or socket    is refused
 
-The temporary file is locked while it is being written. A later write to the same folder removes those that are not
-locked: their writer was killed.
+The temporary file is locked while it is being written. A later write to the same folder removes temporary files that
+are not locked: their writer was killed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: nothing is locked, and nothing of others is removed
+except ImportError:  # Windows has no flock: nothing is locked, and no abandoned file is removed
     fcntl = None  # type: ignore[assignment]
 
 TEMPORARY = re.compile(r"\.augment-reduce-[0-9a-f]{8}\.part")
-# Development versions before 0.1.0 did not lock their temporary files, so only old ones are taken for abandoned.
+# Development versions before 0.1.0 did not lock their temporary files, so only old ones are considered abandoned.
 UNLOCKED_PART, UNLOCKED_TMP = r"\.{}\.[a-z0-9_]{{8}}\.part", re.compile(r"\.tmp[A-Za-z0-9]{6}")
 HOUR, DAY = 3600.0, 86400.0
-HEAD_BYTES = 1 << 16  # of a `.tmp` file that are searched for our mark
+HEAD_BYTES = 1 << 16  # bytes of a `.tmp` file searched for our mark
 
 PathLike = str | os.PathLike[str]
 
 
 def target_of(path: PathLike) -> Path:
-    """The file that a write to `path` replaces or makes, links resolved; an error if that cannot be."""
+    """The file that a write to `path` replaces or creates, links resolved; raises if that is impossible."""
     if not os.fspath(path):
         raise ValueError("Expected the name of a file to write, found an empty one.")
     shown, target = Path(path), Path(os.path.realpath(path))
@@ -64,7 +64,7 @@ def target_of(path: PathLike) -> Path:
 
 
 def check_writable(path: PathLike, needed_bytes: int = 0) -> None:
-    """Refuse a place that cannot be written, or has not enough room, before any work is done."""
+    """Refuse a path that cannot be written, or has too little space, before any work is done."""
     target = target_of(path)
     folder = target.parent
     try:
@@ -96,7 +96,7 @@ def _is_kept_by_others(target: Path) -> bool:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Bytes that this user can still write there, or None where the system does not say."""
+    """Free bytes for this user, or None if unknown."""
     try:
         found = os.statvfs(folder)
     except (AttributeError, OSError):
@@ -106,9 +106,9 @@ def _free_bytes(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def replaced_atomically(path: PathLike) -> Iterator[Path]:
-    """A temporary file in the folder of `path`; it takes the place of `path` only if the body ends well.
+    """A temporary file in the folder of `path`, renamed to `path` only if the body succeeds.
 
-    An OSError, of a full disk say, names `path`, not the temporary file.
+    An OSError (a full disk, say) names `path`, not the temporary file.
     """
     target = target_of(path)
     remove_abandoned(target)
@@ -119,7 +119,7 @@ def replaced_atomically(path: PathLike) -> Iterator[Path]:
     temporary, handle = Path(), -1
     try:
         while handle < 0:
-            # Named before it is made: an interrupt at any moment finds the name below.
+            # Named before it is created: after an interrupt at any moment the name is known below.
             temporary = target.parent / f".augment-reduce-{secrets.token_hex(4)}.part"
             handle = _create(temporary, 0o666 if before is None else 0o600)
         yield temporary
@@ -138,13 +138,13 @@ def replaced_atomically(path: PathLike) -> Iterator[Path]:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
-        if handle >= 0:  # only now: while it is open the lock holds
+        if handle >= 0:  # only now: the lock holds while it is open
             os.close(handle)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def _create(temporary: Path, mode: int) -> int:
-    """Make and lock the file; -1 if there is one of that name, or another process took it for abandoned."""
+    """Create and lock the file; -1 if the name exists, or another process considered it abandoned."""
     try:
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
@@ -153,10 +153,10 @@ def _create(temporary: Path, mode: int) -> int:
         return handle
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # taken between our two calls, and about to be removed
+    except BlockingIOError:  # locked by another process between our two calls, and about to be removed
         os.close(handle)
         return -1
-    except OSError:  # a file system without locks, where nothing is taken for abandoned
+    except OSError:  # a file system without locks, where nothing is considered abandoned
         return handle
     if _is_same_file(handle, temporary):
         return handle
@@ -165,7 +165,7 @@ def _create(temporary: Path, mode: int) -> int:
 
 
 def _sync(handle: int, temporary: Path) -> None:
-    """Put the bytes on the disk; those of another file, where the body put one in the place of the temporary one."""
+    """Sync the file to disk, also if the body replaced the temporary file by another."""
     if _is_same_file(handle, temporary):
         os.fsync(handle)
         return
@@ -181,8 +181,8 @@ def _is_same_file(handle: int, path: PathLike) -> bool:
 
 
 def _keep_permissions(temporary: Path, before: os.stat_result) -> None:
-    """The permission bits of the file that is replaced; its owner and group where we may. A group that cannot be kept
-    loses its permissions: they were not meant for ours."""
+    """Copy permission bits, and owner and group if allowed, of the replaced file. If the group cannot be kept, group
+    permissions are dropped: they were not meant for ours."""
     mode = stat.S_IMODE(before.st_mode) & 0o777
     if hasattr(os, "chown"):
         now = os.stat(temporary)
@@ -197,8 +197,8 @@ def _keep_permissions(temporary: Path, before: os.stat_result) -> None:
     os.chmod(temporary, mode)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Put the new name on the disk, too, where the system can sync folders; the file is in place all the same."""
+def sync_folder(folder: Path) -> None:
+    """Sync the folder, if the system can; the rename has happened in any case."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -211,7 +211,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_abandoned(target: Path) -> None:
-    """Remove temporary files of writers that were killed, from the folder of `target`."""
+    """Remove abandoned temporary files from the folder of `target`."""
     if fcntl is None:
         return
     part = re.compile(UNLOCKED_PART.format(re.escape(target.name)))
@@ -226,7 +226,7 @@ def remove_abandoned(target: Path) -> None:
 
 
 def _remove_unlocked(path: str, least_age: float = 0.0, mark: bytes = b"") -> None:
-    """Remove a regular file that nobody has locked, at least `least_age` seconds old, with `mark` in its head."""
+    """Remove an unlocked regular file, at least `least_age` seconds old, with `mark` in its first bytes."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -242,4 +242,4 @@ def _remove_unlocked(path: str, least_age: float = 0.0, mark: bytes = b"") -> No
             os.close(handle)
 
 
-__all__ = ["check_writable", "replaced_atomically", "target_of"]
+__all__ = ["check_writable", "replaced_atomically", "sync_folder", "target_of"]

@@ -8,28 +8,34 @@
 `uses_updated` says which q the M step of the same minibatch holds. True is the paper: q after the E step, which
 has seen the very classes that the M step uses, so the gradient is biased towards sampled softmax. False is ours:
 q as it was before, independent of the classes just drawn, so that the gradient of the bound at that q is unbiased.
-(With every class in the sum nothing is drawn, and True is right.) `crossed.py` has the one that is new and independent,
-`amortised.py` the one that is predicted.
+(With every class in the sum nothing is drawn, and True is right.) `cross_fitting.py` has the one that is new and
+independent, `amortised.py` the one that is predicted.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import bounds
-from .bounds import Exponentials, Nodes, log_eta_tilde
-from .gaussian import fit_gaussian, gaussian_nodes, newton_move
-from .layout import MOST_VISITS, Entry, Layout
-from .noise import Logistic, Noise, Normal
-from .ranges import MOST_NODES, check_number
-from .sampler import Minibatch, Sampled
+from ..model import bounds
+from ..model.bounds import Exponentials, Nodes, log_eta_tilde
+from ..model.compiled import loops_for
+from ..model.gaussian import fit_gaussian, gaussian_nodes, newton_move
+from ..model.noise import Logistic, Noise, Normal
+from ..model.scores import ByScore, Scored
+from ..sampling import Minibatch, Sampled
+from ..sharding import Partition
+from ..support.layout import MOST_VISITS, Entry, Layout
+from ..support.ranges import MOST_NODES, check_number
+from ..support.seeds import draw_seed
 
 LocalState = dict[str, Tensor]
 VISITS = Entry("int32", ("N",), 0, MOST_VISITS)
@@ -49,12 +55,6 @@ class Clock(NamedTuple):
         """So many steps later."""
         ended, place = divmod(self.place + steps, self.per_epoch) if self.per_epoch else (0, self.place)
         return Clock(self.iteration + steps, self.epoch + ended, place, self.per_epoch)
-
-    def epochs(self, steps: int) -> np.ndarray:
-        """(steps,) the epochs of this one and of those that follow."""
-        if self.place + steps <= self.per_epoch or not self.per_epoch:
-            return np.full(steps, self.epoch)
-        return self.epoch + (self.place + np.arange(steps)) // self.per_epoch
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,41 @@ class StepSize:
             return self.scale * (1.0 + visits.to(dtype)) ** -self.power
         return torch.full(visits.shape, self.now(clock), dtype=dtype)
 
+    def numbers(self, clock: Clock, dtype: torch.dtype) -> tuple:
+        """(scale, power, alpha now), for kernels, in the dtype of the weights."""
+        number = np.float32 if dtype == torch.float32 else np.float64
+        return tuple(map(number, (self.scale, self.power, 0.0 if self.counts == "visits" else self.now(clock))))
+
     def now(self, clock: Clock) -> float:
         """The alpha of all rows, where it counts epochs or iterations."""
         count = clock.epoch if self.counts == "epoch" else clock.iteration
         return self.scale * (1.0 + count) ** -self.power
+
+
+class FusedPass(Protocol):
+    """Reduce, solve and gradient at once, for samples that it serves."""
+
+    def serves(self, sampled: Sampled) -> bool: ...
+
+    def __call__(
+        self, scored: Scored, row_scale: Tensor | float, prior_scale: float, *, want_bound: bool, want_shares: bool
+    ) -> ByScore:
+        """`row_scale`: of each row's gradient. Overwrites the scores."""
+        ...
+
+
+class ShardPass(Protocol):
+    """Reduce, solve and gradient over ranks with one all-reduce a step: see `shard_terms`, `late`, `crossed_shards`."""
+
+    needs_label_scores: bool  # of all labels, before it begins
+
+    def __call__(self, ask: Any) -> Any:
+        """What can be pushed now: this step's gradient, or that of the one before; None: nothing yet."""
+        ...
+
+    def settle(self) -> Any:
+        """The same, of the step before, which is brought to its end."""
+        ...
 
 
 class LocalStep:
@@ -90,6 +121,8 @@ class LocalStep:
     remembers: ClassVar[bool] = True  # whether it keeps numbers for every row
     amortises: ClassVar[bool] = False  # whether q comes from the features, by what has been learned about them
     takes_halves: ClassVar[bool] = False  # whether it needs the classes drawn in two halves
+    numbers_a_row: int = 3  # how many it keeps, where it does
+    kernel: ClassVar[Any] = None  # of a backend that does `e_and_m`
 
     def init_state(self, n_rows: int, dtype: torch.dtype) -> LocalState:
         raise TypeError(f"{type(self).__name__} does not say its state.")
@@ -136,6 +169,18 @@ class LocalStep:
         rows = torch.from_numpy(minibatch.rows)
         return self.e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
 
+    def on(self, kernels: ModuleType, noise: Noise) -> LocalStep:
+        """The same step, by a compiled kernel of this backend if it has one; see `with_kernel`."""
+        return self
+
+    def fused(self, kernels: ModuleType, noise: Noise, n_classes: int) -> FusedPass | None:
+        """One pass of a backend that reduces, solves and gives the gradient; None where it has none for this step."""
+        return None
+
+    def over_ranks(self, noise: Noise, partition: Partition) -> ShardPass | None:
+        """A pass with one all-reduce a step, if there is one; else `both_steps` asks its noise for all ranks' sums."""
+        return None
+
     def bound_on_all(
         self, minibatch: Minibatch, psi_y: Tensor, state: LocalState, noise: Noise, gap: Tensor,
         sampled: Sampled | None = None,
@@ -181,14 +226,14 @@ class NaturalGradient(LocalStep):
         return ({"log_eta": Entry("weights", ("N",)), "visits": VISITS},)
 
     def start(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor) -> None:
-        state["log_eta"][rows] = log_eta_tilde(gap, log_weight)
+        state["log_eta"][rows] = log_eta_tilde(gap, log_weight, noise)
         state["visits"][rows] = 1
 
     def update(
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, log_weight: Tensor, clock: Clock,
         generator: torch.Generator,
     ) -> None:  # fmt: skip
-        self.blend(state, rows, log_eta_tilde(gap, log_weight), clock)
+        self.blend(state, rows, log_eta_tilde(gap, log_weight, noise), clock)
 
     def blend(self, state: LocalState, rows: Tensor, log_tilde: Tensor, clock: Clock) -> None:
         """eta <- (1 - alpha) eta + alpha eta~, as log-sum-exp of the two logs."""
@@ -207,24 +252,40 @@ class NaturalGradient(LocalStep):
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
         generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
-        if may_be_compiled(gap, sampled) and (sampled.distinct or not self.floor):
-            from .kernels._cpu_local import natural_gradient
-
-            return natural_gradient(self, state, rows, gap, sampled.log_weight, clock, want_bound)
-        exponentials = Exponentials(gap, sampled.log_weight)
+        if self.kernel is not None and one_weight_a_row(gap, sampled) and (sampled.distinct or not self.floor):
+            return self._by_kernel(state, rows, gap, sampled.log_weight, clock, want_bound)
+        exponentials = Exponentials(gap, sampled.log_weight, noise)
         if self.uses_updated:
             self.blend(state, rows, exponentials.log_eta_tilde, clock)
         log_eta = state["log_eta"][rows]
         bound = exponentials.softmax_bound(log_eta) if want_bound else None
-        log_eta_m, floor_hits = self.floored(log_eta, gap, sampled, exponentials)
+        log_eta_m, floor_hits = self.floored(log_eta, gap, sampled, exponentials, noise)
         if not self.uses_updated:
             self.blend(state, rows, exponentials.log_eta_tilde, clock)
         return bound, exponentials.softmax_bound_grad(log_eta_m), floor_hits
 
+    def on(self, kernels: ModuleType, noise: Noise) -> NaturalGradient:
+        return with_kernel(self, getattr(kernels, "natural_gradient", None))
+
+    def _by_kernel(
+        self, state: LocalState, rows: Tensor, gap: Tensor, log_weight: Tensor, clock: Clock, want_bound: bool
+    ) -> tuple[Tensor | None, Tensor, int]:
+        gap = gap.contiguous()
+        grad, bound = torch.empty_like(gap), torch.empty(len(gap) if want_bound else 0, dtype=gap.dtype)
+        flags = self.step_size.counts == "visits", self.uses_updated, self.floor
+        hits = self.kernel(
+            (state["log_eta"].numpy(), state["visits"].numpy()), rows.numpy(), gap.numpy(),
+            log_weight.to(gap.dtype).reshape(-1).numpy(), int(log_weight.ndim > 0),
+            self.step_size.numbers(clock, gap.dtype), flags, bound.numpy(), grad.numpy(),
+        )  # fmt: skip
+        return (bound if want_bound else None), grad, hits
+
     def full_bound(self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor) -> Tensor:
         return bounds.softmax_bound(gap, gap.new_zeros(()), state["log_eta"][rows].to(gap.dtype))
 
-    def floored(self, log_eta: Tensor, gap: Tensor, sampled: Sampled, exponentials: Exponentials) -> tuple[Tensor, int]:
+    def floored(
+        self, log_eta: Tensor, gap: Tensor, sampled: Sampled, exponentials: Exponentials, noise: Noise = bounds.SOFTMAX
+    ) -> tuple[Tensor, int]:
         """log eta kept above log(1 + sum over the distinct sampled classes of e^gap) - 1, and how often that acted.
 
         The unweighted sum is part of eta*'s own, so the floor lies more than 1 below the best log eta: where it
@@ -237,15 +298,23 @@ class NaturalGradient(LocalStep):
         if sampled.distinct and sampled.log_weight.ndim == 0:  # one weight for all: the sum is known already
             log_sum = exponentials.log_sum - sampled.log_weight
         else:
-            log_sum = torch.logsumexp(distinct_gap(gap, sampled), dim=-1)
+            log_sum = noise.log_total(distinct_gap(gap, sampled))
         floor = F.softplus(log_sum) - 1.0
         return torch.maximum(log_eta, floor), int((floor > log_eta).sum())
 
 
-def may_be_compiled(gap: Tensor, sampled: Sampled) -> bool:
-    """Whether Numba's few passes may stand for the torch operations: they know weights of rows, not of pairs."""
-    of_rows = sampled.log_weight.ndim == 0 or tuple(sampled.log_weight.shape) == (len(gap), 1)
-    return of_rows and gap.is_cpu and torch.is_inference_mode_enabled()
+def one_weight_a_row(gap: Tensor, sampled: Sampled) -> bool:
+    """Whether the weights are one number, or one for each row: those that compiled steps know."""
+    return sampled.log_weight.ndim == 0 or tuple(sampled.log_weight.shape) == (len(gap), 1)
+
+
+def with_kernel(rule: Any, kernel: Any) -> Any:
+    """A copy of a local step that is carried out by this kernel; itself where there is none."""
+    if kernel is None:
+        return rule
+    bound = copy.copy(rule)
+    object.__setattr__(bound, "kernel", kernel)
+    return bound
 
 
 def distinct_gap(gap: Tensor, sampled: Sampled) -> Tensor:
@@ -301,8 +370,8 @@ class Reparameterised(LocalStep):
         sigma = F.softplus(gamma)
         u = noise.variational_family().rsample((len(rows),), generator=generator, dtype=mu.dtype)
         eps = mu + sigma * u
-        omega, gap = bounds.unmasked(gap, log_weight)
-        slope = noise.dlog_prob(eps) + (omega * noise.dlog_cdf(eps[:, None] - gap)).sum(dim=-1)
+        pull = noise.summed(noise.hazards(gap, log_weight, eps[:, None], eps.new_ones(1)).sum(dim=-1))
+        slope = noise.dlog_prob(eps) + pull
         alpha = self.step_size.at(visits, clock, mu.dtype)
         entropy_slope = 1.0 / sigma if self.entropy_gradient else 0.0
         state["mu"][rows] = mu + alpha * slope
@@ -313,11 +382,26 @@ class Reparameterised(LocalStep):
         self, state: LocalState, rows: Tensor, noise: Noise, gap: Tensor, sampled: Sampled, clock: Clock,
         generator: torch.Generator, want_bound: bool,
     ) -> tuple[Tensor | None, Tensor, int]:  # fmt: skip
-        if type(noise) not in (Normal, Logistic) or not may_be_compiled(gap, sampled):
+        if self.kernel is None or not one_weight_a_row(gap, sampled):
             return super().e_and_m(state, rows, noise, gap, sampled, clock, generator, want_bound)
-        from .kernels._cpu_local import reparameterised
+        gap, log_weight, family = gap.contiguous(), sampled.log_weight, noise.variational_family()
+        grad, bound = torch.empty_like(gap), torch.empty(len(gap) if want_bound else 0, dtype=gap.dtype)
+        omega = torch.exp(log_weight).to(gap.dtype).reshape(-1)
+        flags = self.step_size.counts == "visits", self.uses_updated, self.entropy_gradient
+        self.kernel(
+            isinstance(family, Normal), (state["mu"].numpy(), state["gamma"].numpy(), state["visits"].numpy()),
+            rows.numpy(), gap.numpy(), omega.numpy(), int(log_weight.ndim > 0),
+            self.step_size.numbers(clock, gap.dtype), flags, family.entropy,
+            (draw_seed(generator), draw_seed(generator)), bound.numpy(), grad.numpy(),
+        )  # fmt: skip
+        return (bound if want_bound else None), grad, 0
 
-        return reparameterised(self, state, rows, noise, gap, sampled.log_weight, clock, generator, want_bound)
+    def on(self, kernels: ModuleType, noise: Noise) -> Reparameterised:
+        """By a kernel where the noise has scalar functions and its family is one whose draws are compiled."""
+        make, loops = getattr(kernels, "reparameterised", None), loops_for(noise)
+        if make is None or loops is None or type(noise.variational_family()) not in (Normal, Logistic):
+            return self
+        return with_kernel(self, loops.generated(make))
 
     def nodes(self, state: LocalState, rows: Tensor, noise: Noise, generator: torch.Generator) -> Nodes:
         """One fresh draw from q, the paper's M step."""
@@ -421,7 +505,7 @@ class Newton(LocalStep):
 
 def family_nodes(family: Noise, dtype: torch.dtype, n_nodes: int = 61) -> tuple[Tensor, Tensor]:
     """Trapezoid nodes and weights of a standard variational family, out to where its density is 1e-16 of the peak."""
-    reach = 8.6 if family.name == "probit" else 38.0
+    reach = 8.6 if isinstance(family, Normal) else 38.0
     u = torch.linspace(-reach, reach, n_nodes, dtype=torch.float64)
     weight = torch.exp(family.log_prob(u))
     return u.to(dtype), (weight / weight.sum()).to(dtype)

@@ -1,0 +1,1 @@
+"""q of each row: remembered, cross-fitted or amortised."""

@@ -1,0 +1,1 @@
+"""The maths: noise, bounds, quadrature, scores and predictions."""

@@ -1,0 +1,1 @@
+"""Shared by all layers above: atomic writes, ranges of numbers, memory limits, seeds."""
