@@ -1,0 +1,12 @@
+"""Classes on several processes: who has which class (`layout.py`), and what processes tell each other (`group.py`).
+
+The bound is a sum over classes, so each process sums over its own classes and the sums of all are added up: two or
+three numbers a row, whatever K, D and |S| are. The heads of `nn/` and the estimator's steps both use these modules;
+`partition.py` puts the two together for the estimator.
+"""
+
+from .group import PendingSum, RankError, Ranks
+from .layout import ClassShard
+from .partition import Partition
+
+__all__ = ["ClassShard", "Partition", "PendingSum", "RankError", "Ranks"]
