@@ -1,8 +1,11 @@
 """Softmax, multinomial probit and multinomial logistic for very many classes, at a cost that does not grow with them.
 
-    rows ─► class sampler ─► sampled scores psi ─► augmented bound (E | M) ─► row optimiser ─► predict
-    data/    sampler.py       scores.py             local.py | bounds.py       optim.py         predict.py
-                          all joined in vem.py, where reading starts
+    draw ──► score ──► reduce ──► solve ──► gradient ──► push
+    which    psi of    a few sums  q of each  d bound /   weight rows
+    classes  label     a row over  row from   d psi       move
+             + sampled the classes its sums
+
+    sampling/ model/scores.py  model/bounds.py, local/       optim.py         joined in training/step.py: START HERE
 
 Names are imported when first used, so that `augment-reduce --help` need not wait for torch.
 """
@@ -16,19 +19,19 @@ from ._version import __version__
 _address_space.check()
 
 if TYPE_CHECKING:
-    from .amortised import Amortised
-    from .crossed import CrossFitted
     from .data import load_dataset
     from .estimator import AugmentReduceClassifier
-    from .files import ModelFileError
-    from .local import NaturalGradient, Newton, Reparameterised, StepSize
-    from .noise import Gumbel, Logistic, Noise, Normal
+    from .local.amortised import Amortised
+    from .local.cross_fitting import CrossFitted
+    from .local.remembered import NaturalGradient, Newton, Reparameterised, StepSize
+    from .model.noise import Gumbel, Logistic, Noise, Normal
     from .optim import Adagrad, Adam, RowwiseAdagrad, SectionFour
-    from .sampler import (
+    from .persistence.files import ModelFileError
+    from .sampling import (
         AllClasses,
         ClassSampler,
         Conditional,
-        FeaturePointed,
+        FeatureCandidates,
         FrequencyPerRow,
         FrequencyShared,
         HardNegativeCache,
@@ -39,9 +42,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AugmentReduceClassifier": "estimator",
-    "ModelFileError": "files",
+    "ModelFileError": "persistence.files",
     "load_dataset": "data",
-    **dict.fromkeys(("Noise", "Gumbel", "Normal", "Logistic"), "noise"),
+    **dict.fromkeys(("Noise", "Gumbel", "Normal", "Logistic"), "model.noise"),
     **dict.fromkeys(
         (
             "ClassSampler",
@@ -51,15 +54,17 @@ _HOME = {
             "FrequencyShared",
             "HeadAndTail",
             "HardNegativeCache",
-            "FeaturePointed",
+            "FeatureCandidates",
             "Conditional",
             "AllClasses",
         ),
-        "sampler",
+        "sampling",
     ),
-    "Amortised": "amortised",
-    "CrossFitted": "crossed",
-    **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local"),
+    "Amortised": "local.amortised",
+    "CrossFitted": "local.cross_fitting",
+    "Grid": "local.grid",
+    "Scalars": "kernels.cpu.scalars",
+    **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local.remembered"),
     **dict.fromkeys(("SectionFour", "Adagrad", "RowwiseAdagrad", "Adam"), "optim"),
 }
 
@@ -72,9 +77,10 @@ __all__ = [
     "ClassSampler",
     "Conditional",
     "CrossFitted",
-    "FeaturePointed",
+    "FeatureCandidates",
     "FrequencyPerRow",
     "FrequencyShared",
+    "Grid",
     "Gumbel",
     "HardNegativeCache",
     "HeadAndTail",
@@ -86,6 +92,7 @@ __all__ = [
     "Normal",
     "Reparameterised",
     "RowwiseAdagrad",
+    "Scalars",
     "SectionFour",
     "StepSize",
     "UniformPerRow",
@@ -95,9 +102,12 @@ __all__ = [
 ]
 
 
+_RENAMED = {"FeaturePointed": "sampling"}  # which warns
+
+
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    if name in _HOME or name in _RENAMED:
+        return getattr(import_module(f".{(_HOME | _RENAMED)[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,6 @@
-"""What went wrong with a fit, and what to do about it: warnings at its end, and `diagnose` on any rows.
+"""Diagnosis of a fit: warnings at its end, and `diagnose` on any rows, with advice.
 
-A finding has a name, the number that speaks for it, and advice. All thresholds stand here.
+A finding has a name, the number behind it, and advice. All thresholds are defined here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from scipy.optimize import minimize_scalar
 from sklearn.exceptions import ConvergenceWarning
 
-from . import predict
-from .features import FeatureScaling
-from .fitting import Fitted
-from .kernels.rows import DenseRows, Rows
+from ..config.features import FeatureScaling
+from ..kernels.rows import DenseRows, Rows
+from ..model import predict
+from ..model.noise import Noise
+from .fit import Fitted
 from .linear import LinearScores
-from .noise import Noise
 
 LAST = 0.125  # share of the steps
 STILL_IMPROVES = 0.035  # of the loss, or of what was learned if that is less, within that share
@@ -29,7 +29,7 @@ FACTORS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)  # of all scores
 TOO_SURE, TOO_UNSURE = 0.8, 1.25  # best factors from which scores are too large, too small
 WORTH = 0.01  # of the loss, that another factor, or labels at random, must explain
 OVERFIT = 0.2  # of the loss, between the training rows and these
-LOOSE = 0.05  # of the loss, that the bound gives away
+LOOSE = 0.05  # bound gap, as a share of the loss
 SPREAD, FAR = 100.0, 30.0  # of columns' scales; of a mean in deviations
 OTHER_UNITS = 10.0  # between these rows and those of the fit
 NOISE = 0.02  # share of labels at random
@@ -38,7 +38,7 @@ ROWS = 2_000
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem of a fit."""
 
     name: str  # "under-fit", "over-fit", "loose bound", "unscaled columns", "other units", "label noise", ...
     measured: str
@@ -50,16 +50,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """How a model does on some rows, and what is wrong with it; printed, it is a short report."""
+    """Quality of a model on some rows, and findings; prints as a short report."""
 
     n_rows: int
     log_likelihood: float
     accuracy: float
-    frequency_log_likelihood: float  # of a model that knows the class frequencies of the training rows, nothing else
-    training_log_likelihood: float  # as the fit saw it at its end; nan where it did not look
+    frequency_log_likelihood: float  # of a model that predicts the class frequencies of the training rows
+    training_log_likelihood: float  # as measured at the end of the fit; NaN if it was not
     bound_gap: float
-    best_factor: float  # of all scores, on these rows
-    random_labels: float  # share of the labels of these rows that look as if drawn at random
+    best_factor: float  # best factor of all scores, on these rows
+    random_labels: float  # estimated share of random labels among these rows
     findings: tuple[Finding, ...]
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Diagnosis:
 
 
 def warn(fitted: Fitted, history: Mapping[str, np.ndarray], *, stacklevel: int) -> None:
-    """ConvergenceWarning where a fit ended while it still improved, or knows no more than class frequencies."""
+    """ConvergenceWarning if a fit still improved at its end, or is no better than class frequencies."""
     finding = no_better_than_frequencies(fitted, history) or still_improves(fitted, history)
     if finding is not None:
         warnings.warn(str(finding), ConvergenceWarning, stacklevel=stacklevel)
@@ -102,8 +102,8 @@ def still_improves(fitted: Fitted, history: Mapping[str, np.ndarray]) -> Finding
 
 
 def recent_gain(history: Mapping[str, np.ndarray], start: float) -> float:
-    """How much the log likelihood of fixed training rows rose over the last eighth of the steps, as a share of the loss
-    or of how far it is from that of class frequencies, `start`."""
+    """The rise of the log likelihood of fixed training rows over the last eighth of the steps, relative to the loss or
+    to the improvement over class frequencies (`start`)."""
     known = np.isfinite(history["training_log_likelihood"])
     values, iteration = history["training_log_likelihood"][known], history["iteration"][known]
     if not len(values):
@@ -131,7 +131,7 @@ def no_better_than_frequencies(fitted: Fitted, history: Mapping[str, np.ndarray]
 
 
 def training_log_likelihood(history: Mapping[str, np.ndarray]) -> float:
-    """Of the training rows that were looked at last; nan where none were."""
+    """Of the training rows evaluated last; NaN if there are none."""
     return last_of(history["training_log_likelihood"])
 
 
@@ -151,7 +151,7 @@ def entropy(counts: np.ndarray) -> float:
 def diagnose(
     fitted: Fitted, noise: Noise, X: Rows, source: object, codes: np.ndarray, history: Mapping[str, np.ndarray]
 ) -> Diagnosis:
-    """`source` is X as it was given, for scores."""
+    """`source` is unscaled X, for scores."""
     scores_of, labels = LinearScores.of(source, fitted), torch.from_numpy(codes)
     K = scores_of.n_classes
     own = predict.log_likelihood(noise, scores_of, labels, K).double().numpy()
@@ -163,7 +163,7 @@ def diagnose(
     random, random_gain = random_labels(own, K)
     training, gap, loss = training_log_likelihood(history), last_of(history["bound_gap"]), max(-log_likelihood, 1e-9)
     if fitted.factor != 1.0:
-        training = math.nan  # the fit saw scores without the factor
+        training = math.nan  # scores during the fit are without the factor
     findings: list[Finding | None] = [still_improves(fitted, history)]
     if log_likelihood < frequencies - NO_BETTER:
         findings.append(
@@ -204,7 +204,7 @@ def diagnose(
 
 
 def best_factor(fitted: Fitted, noise: Noise, X: object, codes: np.ndarray) -> tuple[float, float]:
-    """(a, how much the mean log likelihood gains from scores times a)."""
+    """(a, the gain of the mean log likelihood from scores times a)."""
     labels, found = torch.from_numpy(codes), []
     for a in FACTORS:
         scores_of = LinearScores.of(X, fitted)
@@ -225,7 +225,7 @@ def random_labels(log_p: np.ndarray, K: int) -> tuple[float, float]:
 
 
 def of_columns(X: Rows, scaling: FeatureScaling | None) -> list[Finding | None]:
-    """Of their scale: among each other where the fit took them as they are, else against the rows of the fit."""
+    """Findings on the scale of columns: among each other if the fit did not scale them, else against its rows."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         here = FeatureScaling.of(X, np.arange(X.n_rows))
         used = here.activity > 0

@@ -1,4 +1,4 @@
-"""An estimator's parameters as JSON, and back: nothing but numbers, text and our own small objects, all checked.
+"""An estimator's parameters as JSON and back: numbers, text and the library's own small objects, all validated.
 
 None, True, 3, 0.5, "adagrad"                  as they are
 infinity, NaN                                  {"number": "inf"}
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .defaults import LOCAL_STEPS, resolve_dtype
-from .local import StepSize
-from .noise import NOISES
-from .optim import OPTIMIZERS
-from .sampler import SAMPLERS
+from ..config.defaults import LOCAL_STEPS, resolve_dtype
+from ..local.remembered import StepSize
+from ..model.noise import NOISES
+from ..optim import OPTIMIZERS
+from ..sampling import RENAMED, SAMPLERS
 
 ROLES: dict[str, Iterable[type]] = {
     "model": NOISES.values(), "optimizer": OPTIMIZERS.values(), "local_step": LOCAL_STEPS.values(),
@@ -37,7 +37,7 @@ Scalar = bool | int | float | str
 
 
 class EncodingError(ValueError):
-    """A value of a description that no parameter can have: of which one, expected, found."""
+    """An invalid value of a parameter in a description: which parameter, expected, found."""
 
 
 # ---- to JSON ----
@@ -61,7 +61,7 @@ def encode(name: str, value: Any) -> Any:
 
 
 def _fields(value: Any) -> list[str]:
-    """The constructor's arguments, which are attributes of the same names."""
+    """The constructor's arguments, read from the attributes of the same names."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
     return [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
@@ -75,9 +75,10 @@ def _dtype_name(value: Any) -> str:
 
 
 def decode(name: str, value: Any) -> Any:
-    """The parameter of that name; `EncodingError` for anything that `encode` does not write."""
+    """The parameter of that name; anything that `encode` cannot have written raises `EncodingError`."""
     if not isinstance(value, dict):
-        return _scalar(name, value)
+        value = _scalar(name, value)
+        return RENAMED.get(value, value) if name == "class_sampling" and isinstance(value, str) else value
     if len(value) == 1 and isinstance(value.get("number"), str) and value["number"] in NOT_FINITE:
         return NOT_FINITE[value["number"]]
     if value.keys() == {"pairs"}:
@@ -90,7 +91,7 @@ def decode(name: str, value: Any) -> Any:
 
 
 def _scalar(name: str, value: Any) -> Any:
-    finite = not isinstance(value, float) or math.isfinite(value)  # 1e999 is infinite
+    finite = not isinstance(value, float) or math.isfinite(value)  # 1e999 parses as infinity
     small = not isinstance(value, int) or -(2**63) <= value < 2**63
     if (value is None or isinstance(value, Scalar)) and finite and small:
         return value
@@ -104,8 +105,8 @@ def _pairs(name: str, pairs: Any) -> dict[Any, Any]:
 
 
 def _known(name: str, cls_name: Any, fields: Any) -> Any:
-    """An object of one of our classes that may stand there, made by its constructor."""
-    cls = KNOWN.get((name, cls_name)) if isinstance(cls_name, str) else None
+    """An object of one of the classes allowed for this parameter, made by its constructor."""
+    cls = KNOWN.get((name, RENAMED.get(cls_name, cls_name))) if isinstance(cls_name, str) else None
     if cls is None:
         names = ", ".join(known for role, known in KNOWN if role == name)
         raise EncodingError(f"{name}: expected {f'one of {names}' if names else 'no object'}, found {_shown(cls_name)}")
@@ -123,7 +124,7 @@ def _known(name: str, cls_name: Any, fields: Any) -> Any:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of the constructor's arguments by their names."""
+    """The annotated types of the constructor's arguments, by name."""
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls)
         return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -133,7 +134,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type: as in Python, but for a bool, which is no number."""
+    """Whether a value is of an annotated type; unlike in Python, a bool is no number."""
     if isinstance(hint, types.UnionType):
         return any(_is_a(value, one) for one in typing.get_args(hint))
     if hint is float:
@@ -144,10 +145,10 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _lost(name: str, text: Any) -> Any:
-    """What an object of another class, of which a file holds the name, comes back as."""
+    """The value to use for an object of which the file has only the name."""
     if not isinstance(text, str):
         raise EncodingError(f"{name}: expected the name of an object, found {_shown(text)}")
-    if name == "random_state":  # a generator: the seed that was drawn from it is kept apart
+    if name == "random_state":  # a generator: the seed drawn from it is stored separately
         return None
     if name == "dtype":  # files of development versions before 0.1.0
         try:

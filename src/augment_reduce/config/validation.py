@@ -1,4 +1,4 @@
-"""Checks at the edge: what cannot be fitted is refused before anything is allocated or overwritten.
+"""Validation of parameters, labels and memory: what cannot be fitted is refused before anything is allocated.
 
 Every message says what was expected, what was found, where, and what to do.
 """
@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from . import limits
+from ..model.noise import Noise
+from ..sharding import Ranks
+from ..support import limits
 from .defaults import Settings, Shape, dtype_name
-from .noise import Noise
 
-Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what was expected
-LARGEST_FEATURE = 1e15  # one step moves a score by the rate times as much
+Check = tuple[Callable[[Any], bool], str]  # (is the value valid?, description of the expected values)
+LARGEST_FEATURE = 1e15  # one step changes a score by the learning rate times this
 EXACT_OVERHEAD = 25_000_000  # bytes
 LIGHTEST = 1e-15  # of the largest row weight
 MOST_STEPS = 2**53
@@ -28,14 +30,13 @@ PRESETS = (None, "paper", "paper-text")
 
 
 def check_scale(
-    values: np.ndarray, weight: np.ndarray | None, n_rows: int, n_classes: int, dtype: torch.dtype
+    largest: float, weight: np.ndarray | None, n_rows: int, n_classes: int, dtype: torch.dtype
 ) -> None:  # fmt: skip
-    """Features and row weights whose squared gradients would overflow, so that the weights silently stand still, are
-    refused; and features so large that no step is small enough for them."""
-    largest = float(max(values.max(initial=0.0), -values.min(initial=0.0)))
+    """Refuse features (of that largest absolute value) and row weights whose squared gradients would overflow (the
+    weights would silently stop changing), and features too large for any step size."""
     heaviest = 1.0 if weight is None else float(weight.max(initial=0.0))
     room, name = math.sqrt(torch.finfo(dtype).max / 1e3), str(dtype).removeprefix("torch.")
-    gradient = largest * n_rows * n_classes  # of rows of weight 1, no entry's can be larger
+    gradient = largest * n_rows * n_classes  # for rows of weight 1; an upper limit of every entry
     wider = ", or use dtype='float64'." if dtype == torch.float32 else "."
     if gradient > room or largest > LARGEST_FEATURE:
         raise ValueError(
@@ -52,11 +53,11 @@ def check_scale(
 
 
 def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool, exact: bool = False) -> dict[str, int]:
-    """What a fit will allocate that is large, by name, in bytes. `exact`: whether the optimum over all rows is looked
-    for, by the fit or by the search for its prior."""
+    """Bytes of the large allocations of a fit, by name. `exact`: whether the fit, or the search for its prior, solves
+    the exact objective over all rows."""
     item = torch.empty(0, dtype=settings.dtype).element_size()
     matrix = shape.n_classes * shape.n_features * item
-    nodes = 1 if settings.noise.name == "softmax" else getattr(settings.local, "n_nodes", 1)
+    nodes = 1 if settings.noise.scalars is not None else getattr(settings.local, "n_nodes", 1)
     columns = settings.n_sampled_classes + 1 + settings.sampler.most_own()
     per_step = settings.batch_size * columns * ((item + 8) * 4 + 3 * item * (nodes - 1))
     sizes = {"weights": matrix}
@@ -65,11 +66,11 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool, exact: 
     )
     if early_stopping:
         sizes["best weights so far"] = matrix
-    kept_for_rows = settings.local is not None and settings.local.remembers
-    sizes["per-row state"] = shape.n_rows * 3 * item if kept_for_rows else 0
+    kept = settings.local.numbers_a_row if settings.local is not None and settings.local.remembers else 0
+    sizes["per-row state"] = shape.n_rows * kept * item
     sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
-    sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # which have the same features; 8 of them stay
-    sizes["order of the rows"] = 20 * shape.n_rows  # of two epochs where one call goes from one into the next
+    sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # for duplicates; 24 of these stay
+    sizes["order of the rows"] = 20 * shape.n_rows  # two epochs, if a call crosses from one into the next
     sizes["tables of features"] = (32 + item) * shape.n_features
     sizes["one step"] = per_step
     sizes["looks"] = 64 * min(256 * shape.n_classes, 2_000_000)
@@ -78,27 +79,38 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool, exact: 
     return sizes
 
 
+def state_bytes(settings: Settings, shape: Shape, early_stopping: bool) -> int:
+    """About the bytes of a model file with its training state."""
+    sizes = memory_bytes(settings, shape, early_stopping)
+    kept = ("weights", "optimiser state", "best weights so far", "per-row state", "tables of features")
+    return sum(sizes.get(name, 0) for name in kept)
+
+
 def _exact_bytes(shape: Shape) -> int:
-    """Of `direct`: rows as float64, their eigenbasis, X'X or XX' with its eigenvectors, scores, and L-BFGS's pairs. How
-    often each is there at once was measured: tests/test_limits.py."""
+    """For `direct`: rows in float64, their eigenbasis, X'X or XX' with its eigenvectors, scores, L-BFGS's pairs. The
+    number of simultaneous copies was measured: tests/support/test_limits.py."""
     N, D, K, R = shape.n_rows, shape.n_features, shape.n_classes, min(shape.n_rows, shape.n_features)
     rows = 0 if shape.sparse and N < D else (3 if shape.sparse else 6) * N * D
     return 8 * (rows + 3 * D * R + 3 * N * R + 4 * R * R + 12 * N * K + 40 * K * R) + EXACT_OVERHEAD
 
 
 def check_weights(n_classes: int, n_features: int, dtype: torch.dtype) -> None:
-    """Refuse weights that cannot fit before anything of their size, or of the number of features, is looked at."""
+    """Refuse weights that do not fit into memory, before anything of size K or D is allocated."""
     item = torch.empty(0, dtype=dtype).element_size()
     sizes = {"weights": n_classes * n_features * item, "tables of features": 32 * n_features}
     _refuse_too_large(sizes, 0, n_classes, n_features, dtype)
 
 
 def check_memory(
-    settings: Settings, shape: Shape, early_stopping: bool, anew: bool = True, exact: bool = False
+    settings: Settings, shape: Shape, early_stopping: bool, anew: bool = True, exact: bool = False,
+    n_here: int | None = None,
 ) -> int:  # fmt: skip
-    """Refuse, before anything is allocated, a fit that cannot fit; return the bytes it will take in all, with those
-    that are there already where it goes on."""
+    """Refuse a fit that does not fit into memory, before anything is allocated; return its total bytes, including what
+    a continued fit has already allocated. `n_here`: classes of this process, where others have the rest."""
     sizes = memory_bytes(settings, shape, early_stopping, exact)
+    if n_here is not None and n_here < shape.n_classes:
+        for name in sizes.keys() & {"weights", "optimiser state", "best weights so far"}:
+            sizes[name] = sizes[name] * n_here // shape.n_classes
     there = 0 if anew else sizes["weights"] + sizes["optimiser state"]
     _refuse_too_large(sizes, there, shape.n_classes, shape.n_features, settings.dtype)
     return sum(sizes.values())
@@ -122,7 +134,7 @@ def _refuse_too_large(
 
 
 def check_prediction(needed: int, n_rows: int, n_classes: int) -> None:
-    """Refuse answers that there is no room for."""
+    """Refuse a prediction whose result does not fit into memory."""
     available = limits.shortage(needed)
     if available is not None:
         raise MemoryError(
@@ -131,33 +143,69 @@ def check_prediction(needed: int, n_rows: int, n_classes: int) -> None:
         )
 
 
+def ranks_of(process_group: Any) -> Ranks:
+    """The processes that share the classes: of None, a group of one process too, this one alone."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and not is_mesh(process_group):
+        raise TypeError(
+            "Expected process_group to be None, a torch.distributed.ProcessGroup or a one-dimensional DeviceMesh, "
+            f"found {process_group!r}. Call torch.distributed.init_process_group('gloo') and pass "
+            "torch.distributed.group.WORLD."
+        )
+    ranks = Ranks.of(process_group)
+    if ranks.size > 1 and dist.get_backend(ranks.group) == "nccl":
+        raise ValueError(
+            "Expected a process_group of a backend for CPU tensors, found 'nccl': the estimator trains on the CPU over "
+            "ranks. Pass torch.distributed.new_group(backend='gloo')."
+        )
+    return ranks if ranks.size > 1 else Ranks(None)
+
+
+def is_mesh(value: Any) -> bool:
+    return hasattr(value, "get_group") and hasattr(value, "mesh_dim_names")
+
+
+def check_over_ranks(settings: Settings) -> None:
+    """Refuse what needs the weights or gradients of all classes in one process."""
+    sampler = settings.sampler
+    if not sampler.over_ranks or sampler.observes:
+        raise ValueError(
+            f"class_sampling={sampler.name!r} looks at the weights or gradients of all classes, of which each rank has "
+            "some only. With a process_group use 'candidates-shared', 'head-tail-shared' or another sampler that looks "
+            "at labels and features, or leave class_sampling='auto'."
+        )
+
+
 def check_parameters(parameters: dict[str, Any], noise: Noise) -> None:
-    """Refuse what makes no sense, before anything else happens. (Parts are checked where they are made.)"""
+    """Validate the constructor's parameters. (Parts such as samplers validate their own in their constructors.)"""
     for name, (is_right, expected) in EXPECTED.items():
         if not is_right(parameters[name]):
             raise ValueError(f"Expected {name} {expected}, found {parameters[name]!r}{HINTS.get(name, '')}.")
     method = parameters["method"]
-    if method in ("one-vs-each", "sampled-softmax") and noise.name != "softmax":
+    if method in ("one-vs-each", "sampled-softmax") and not noise.conjugate:
         raise ValueError(
             f"method={method!r} is about the softmax only, but model is {noise.name!r}. Use method='augment-reduce' "
             "or 'exact' for that model, or model='softmax'."
         )
     if parameters["max_iter"] is not None and parameters["max_epochs"] is not None:
-        raise ValueError("Both max_iter and max_epochs are set; they say the same thing twice. Set one of them.")
+        raise ValueError("Both max_iter and max_epochs are set; each fixes the number of steps. Set one of them.")
     check_class_weight(parameters["class_weight"])
+    if parameters["device"] == "cuda" and parameters["process_group"] is not None:
+        raise ValueError(
+            "device='cuda' is for one process; with a process_group leave device='auto', which is the CPU."
+        )
     if parameters["device"] == "cuda" and not torch.cuda.is_available():
         raise ValueError("Expected a GPU for device='cuda', but torch sees no CUDA device. Use device='cpu' or 'auto'.")
 
 
 def check_load(path: Any) -> int:
-    """Refuse a model file that there is no room for; returns its size. Other files are left to the loader."""
+    """Refuse a model file that does not fit into memory; return its size. The loader reports other faults."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             header = int.from_bytes(file.read(8), "little")
     except OSError:
         return 0
-    available = limits.shortage(size, mapped=size) if header < size else None  # as safetensors begin
+    available = limits.shortage(size, mapped=size) if header < size else None  # the header of a safetensors file
     if available is not None:
         raise MemoryError(
             f"The model in {os.fspath(path)} needs about {size / 1e9:.2f} GB, but {available / 1e9:.2f} GB are "
@@ -235,6 +283,7 @@ EXPECTED: dict[str, Check] = {
     ),
     "early_stopping": (_flag, "to be True or False"),
     "warm_start": (_flag, "to be True or False"),
+    "sync": (_flag, "to be True or False"),
     "verbose": (
         lambda value: _flag(value) or (is_integer(value) and int(value) >= 0),
         "to be True, False or a whole number >= 0",

@@ -1,6 +1,6 @@
-"""Equal rows with equal labels become one row that weighs as much as they do, in an order that rows alone decide.
+"""Merge duplicate rows with equal labels into one row of their total weight, in an order independent of theirs.
 
-For fits by `direct`: weights and repeated rows, and rows in any order, then are the same problem, to the last bit.
+For direct fits: row weights, repeated rows and any order of rows then give the same problem, bit for bit.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from .fitting import TrainingRows
-from .kernels.rows import DenseRows, SparseRows
-from .seeds import mix
+from ..kernels.rows import DenseRows, SparseRows
+from ..support.seeds import mix
+from .fit import TrainingRows
 
 
 def merged(rows: TrainingRows) -> TrainingRows:

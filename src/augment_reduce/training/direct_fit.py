@@ -1,4 +1,4 @@
-"""A fit by `direct`: from rows and settings to weights, with the same history and attributes as a fit by steps."""
+"""A direct fit (`direct`): from rows and settings to weights, with the history and attributes of a minibatch fit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from .defaults import Settings, relative_variance
+from ..config.defaults import Settings, relative_variance
+from ..local.remembered import Clock
+from ..model.noise import Gumbel
 from .direct import PRECISE, Basis, Objective, Solution, solve
-from .fitting import Fitted, TrainingRows, count, threads
-from .local import Clock
-from .noise import Gumbel
+from .fit import Fitted, TrainingRows, count, threads
+from .loop import HISTORY, Stopwatch
 from .progress import TrainingProgress
-from .training import HISTORY, Stopwatch
 
-SEARCHED = {"softmax": 1e-9}  # precision where the prior was searched for, too: beyond that nothing can be told apart
+SEARCHED = {"softmax": 1e-9}  # precision after a search for the prior: more makes no difference
 SEARCHED_OTHERS = 1e-7
 
 
@@ -26,7 +26,7 @@ def run(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], stop_asked: Callable[[], bool],
     watch: Stopwatch,
 ) -> None:  # fmt: skip
-    """The optimum, always from the same start: a fit that was interrupted, or that goes on, is done anew."""
+    """The optimum, always from the same start: an interrupted or continued fit starts again."""
     active = rows.active()
     if not fitted.rows_seen:
         count(fitted, settings, rows, active)
@@ -53,7 +53,7 @@ def _optimum(
     fitted: Fitted, settings: Settings, basis: Basis, weight: np.ndarray, codes: np.ndarray,
     stop_asked: Callable[[], bool],
 ) -> Solution:  # fmt: skip
-    """Of any other noise from the optimum of a softmax, which is cheap and near."""
+    """The optimum; for other noises than softmax's it starts from the optimum of softmax, which is cheap and close."""
     labels = torch.from_numpy(codes.astype(np.int64))
     ratio = relative_variance(settings.noise) if fitted.found is None else fitted.found.noise_scale**2
 
@@ -66,7 +66,7 @@ def _optimum(
         )  # fmt: skip
 
     searched = fitted.found is not None
-    if settings.noise.name == "softmax":
+    if settings.noise.conjugate:
         return solve(objective(settings.noise, 1.0), precision=SEARCHED["softmax"] if searched else PRECISE,
                      stop_asked=stop_asked)  # fmt: skip
     near = solve(objective(Gumbel(), ratio), precision=1e-6, stop_asked=stop_asked)
@@ -76,9 +76,11 @@ def _optimum(
 
 
 def _keep(fitted: Fitted, basis: Basis, solution: Solution, watch: Stopwatch) -> None:
-    """Weights centred over classes, which changes no probability."""
+    """Store weights, centred over classes, which changes no probability."""
     weight, bias = basis.outer(solution.weight, solution.bias)
     weight, bias = weight - weight.mean(0), bias - bias.mean()
+    if fitted.partition is not None:  # every rank has found the whole optimum, and keeps its part
+        weight, bias = fitted.partition.own(weight), fitted.partition.own(bias)
     fitted.parameters.weight.copy_(weight)
     fitted.parameters.bias.copy_(bias)
     fitted.factor = 1.0 if fitted.found is None else fitted.found.factor

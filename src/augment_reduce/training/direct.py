@@ -1,9 +1,9 @@
-"""The optimum of the exact objective, where all rows and classes together are cheap: preconditioned L-BFGS.
+"""Direct fits: the optimum of the exact objective by preconditioned L-BFGS, for small data.
 
     maximise  sum_n weight_n log p(y_n | psi_n) - sum_kd w_kd^2 / (2 v) - sum_k b_k^2 / (2 v_0),   psi_n = W z_n + b
 
 The problem is convex. `Basis` rotates the features to the eigenvectors of X'X, where the Hessian is nearly diagonal:
-class k's is about p_k (1 - p_k) lambda_r + 1 / v. With that as the first metric of L-BFGS some twenty evaluations
+class k's is about p_k (1 - p_k) lambda_r + 1 / v. With that as the initial metric of L-BFGS about twenty evaluations
 suffice, whatever the scales and the correlations of the columns. Matrix products are torch's, in one thread, so that
 results do not depend on the number of threads.
 """
@@ -20,20 +20,20 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from . import quadrature
-from .kernels.rows import DenseRows, Rows, SparseRows
-from .mode_grid import ModeGrid
-from .noise import Noise
+from ..kernels.rows import DenseRows, Rows, SparseRows
+from ..model import quadrature
+from ..model.mode_grid import ModeGrid
+from ..model.noise import Noise
 
-MEMORY = 12  # pairs of moves and changes of the gradient that L-BFGS keeps
+MEMORY = 12  # pairs (step, change of the gradient) that L-BFGS keeps
 MOST_ITERATIONS = 1000
-PRECISE = 1e-12  # a row: the gain that the next step promises, below which the optimum is reached
+PRECISE = 1e-12  # predicted gain of the next step per row, below which the optimum is reached
 SMALLEST = 1e-8  # of curvatures
 
 
 @dataclass
 class Basis:
-    """Rows in the eigenbasis of X'X (or of XX' where there are fewer rows than features), centred."""
+    """Centred rows in the eigenbasis of X'X (of XX' if there are fewer rows than features)."""
 
     Z: Tensor  # (N, R) float64
     energy: Tensor  # (R,) sum of squares of each column
@@ -44,7 +44,7 @@ class Basis:
     def of(
         cls, X: Rows, rows: np.ndarray, weight: np.ndarray, *, centred: bool, times: np.ndarray | None = None
     ) -> Basis:
-        """Of columns times `times` (D,): the prior is of their weights. `weight` (N,) is that of the rows."""
+        """The basis of columns multiplied by `times` (D,), whose weights have the prior. `weight` (N,): row weights."""
         D = X.n_features
         scale = torch.ones(D, dtype=torch.float64) if times is None else torch.from_numpy(times)
         if isinstance(X, SparseRows) and len(rows) < D:
@@ -62,7 +62,7 @@ class Basis:
 
     @classmethod
     def _of_wide(cls, matrix: sp.csr_matrix, scale: Tensor) -> Basis:
-        """Sparse rows of more features than rows stay sparse, and are not centred."""
+        """For sparse rows with more features than rows: they stay sparse and are not centred."""
         scaled = (matrix @ sp.diags_array(scale.numpy())).tocsr()
         Z, V = _of_gram(torch.from_numpy((scaled @ scaled.T).toarray()), scaled)
         return cls(Z, (Z * Z).sum(0), torch.zeros_like(scale), V * scale[:, None])
@@ -71,7 +71,7 @@ class Basis:
         return replace(self, Z=self.Z[rows])
 
     def outer(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and biases of the rows X."""
+        """Weights and biases for X."""
         weight = weight @ self.to_features.T
         return weight, bias - weight @ self.mean
 
@@ -81,7 +81,7 @@ def _matrix(X: SparseRows) -> sp.csr_matrix:
 
 
 def _of_gram(gram: Tensor, values: Any) -> tuple[Tensor, Tensor]:
-    """(Z, V) with values = Z V', from values values': what is orthogonal to all rows has no weight."""
+    """(Z, V) with values = Z V', from values values': directions orthogonal to all rows have no weight."""
     squares, U = torch.linalg.eigh(gram)
     kept = squares > 1e-12 * squares.max().clamp(min=1e-300)
     roots, U = squares[kept].sqrt(), U[:, kept]
@@ -91,7 +91,7 @@ def _of_gram(gram: Tensor, values: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Objective:
-    """What is maximised, on rows z with their labels and weights; see the top of this module."""
+    """The objective on rows z with labels and weights; see the top of this module."""
 
     basis: Basis
     labels: Tensor  # (N,) in 0 .. K-1
@@ -103,11 +103,10 @@ class Objective:
     fit_intercept: bool = True
     curvature: Tensor = field(init=False)  # (K,) sum_n weight_n p_nk (1 - p_nk), about
     log_p_and_grad: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = field(init=False)
-    n_evaluations: int = 0
     minus_log_likelihood: float = 0.0  # where it was evaluated last
 
     def __post_init__(self) -> None:
-        if self.noise.name == "softmax":
+        if self.noise.conjugate:
             self.log_p_and_grad = softmax
         elif self.noise.smooth_log_concave:
             self.log_p_and_grad = ModeGrid(self.noise)
@@ -115,7 +114,7 @@ class Objective:
             self.log_p_and_grad = partial(quadrature.log_likelihood_and_grad, self.noise)
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """No weights, and biases that give the frequencies of the classes (of softmax; a good start for others)."""
+        """Zero weights, and biases that reproduce class frequencies (for softmax; a good start for others)."""
         W = self.basis.Z.new_zeros(self.n_classes, self.basis.Z.shape[1])
         b = self.basis.Z.new_zeros(self.n_classes)
         if self.fit_intercept and self.bias_variance is None:
@@ -126,7 +125,6 @@ class Objective:
 
     def __call__(self, W: Tensor, b: Tensor) -> tuple[float, Tensor, Tensor]:
         """(minus the objective, its gradient by W and by b)."""
-        self.n_evaluations += 1
         psi = torch.addmm(b, self.basis.Z, W.T)
         log_p, grad = self.log_p_and_grad(psi, self.labels)
         size = grad.abs().clamp_(max=1.0)  # p_nk of softmax, 1 - p_nk for the label
@@ -143,7 +141,7 @@ class Objective:
         return value, grad_W, grad_b if self.fit_intercept else torch.zeros_like(b)
 
     def metric(self) -> tuple[Tensor, Tensor]:
-        """Reciprocals of the Hessian's diagonal, about."""
+        """Approximate reciprocals of the Hessian's diagonal."""
         total = self.weight.sum()
         share = (self.curvature / total).clamp(min=SMALLEST)
         of_prior = 0.0 if self.variance is None else 1.0 / self.variance
@@ -178,7 +176,7 @@ def solve(
     objective: Objective, start: tuple[Tensor, Tensor] | None = None, *, precision: float = PRECISE,
     max_iter: int = MOST_ITERATIONS, stop_asked: Callable[[], bool] = lambda: False,
 ) -> Solution:  # fmt: skip
-    """L-BFGS until the next step promises a gain of less than `precision` a row."""
+    """L-BFGS until the predicted gain of the next step is less than `precision` per row."""
     W, b = objective.start() if start is None else start
     value, grad_W, grad_b = objective(W, b)
     total = float(objective.weight.sum())
@@ -211,7 +209,7 @@ def _dot(a_W: Tensor, a_b: Tensor, c_W: Tensor, c_b: Tensor) -> float:
 
 
 def _direction(pairs: list, metric: tuple[Tensor, Tensor], grad_W: Tensor, grad_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse Hessian, as far as the pairs tell it, times the gradient: two loops (Nocedal 1980)."""
+    """The L-BFGS inverse Hessian times the gradient: two-loop recursion (Nocedal 1980)."""
     q_W, q_b, shares = grad_W.clone(), grad_b.clone(), []
     for s_W, s_b, y_W, y_b, curved in reversed(pairs):
         share = _dot(s_W, s_b, q_W, q_b) / curved
@@ -234,7 +232,7 @@ def _direction(pairs: list, metric: tuple[Tensor, Tensor], grad_W: Tensor, grad_
 def _line_search(
     objective: Objective, W: Tensor, b: Tensor, value: float, step_W: Tensor, step_b: Tensor, slope: float
 ) -> tuple[Tensor, Tensor, float, Tensor, Tensor] | None:
-    """Back from a whole step until there is a gain (Armijo); None where there is none."""
+    """Backtracking from a full step until the Armijo condition holds; None if it never does."""
     length = 1.0
     for _ in range(25):
         new_W, new_b = W - length * step_W, b - length * step_b

@@ -1,11 +1,11 @@
-"""The prior's variance and the rate, found from the rows of a fit: by cross-validation where the optimum is cheap
-(`direct`; there is no rate), else by short training runs that are judged on rows held out.
+"""Choose the prior variance and the learning rate: by cross-validation if the optimum is cheap (`direct`, which has no
+learning rate), else by short training runs that are evaluated on held-out rows.
 
-Training runs: a first part at the variance and the rate that the rules of `defaults` give, perhaps another at a lower
-or a higher rate. From the end of the better one go short branches, over which the rate falls: at that variance, at four
-times it and at a fourth of it, and further while that is better. The fit itself goes on from where they began.
-Everything follows from the seed, so an interrupted search is simply repeated. A probit or a logistic model searches
-with a softmax, which is cheaper, and has its variance times the square of how large its scores are (`noise_scale`).
+Training runs: a first part at the default variance and rate (`defaults`), possibly a second at a lower or higher rate.
+From the end of the better one start short branches with decaying rate: at that variance, four times it and a fourth of
+it, and further while the loss improves. The fit itself continues from where the branches started. Everything is
+determined by the seed, so an interrupted search is repeated. Probit and logistic models search with a softmax, which is
+cheaper, and scale the variance by the square of their relative scores (`noise_scale`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import fitting, limits
+from ..config.defaults import Settings, Shape, is_small, relative_variance, resolve
+from ..config.features import FeatureScaling
+from ..kernels.cpu.row_groups import RowGroups
+from ..model.noise import Gumbel, Noise, resolve_noise
+from ..optim import Adagrad, RowOptimizer
+from ..support import limits
+from ..support.seeds import mix
+from . import fit as fitting
 from .cross_validation import Found, Judged, Path, best_factor, canonical_order, losses_at
-from .defaults import Settings, Shape, is_small, relative_variance, resolve
 from .direct import Basis
-from .features import FeatureScaling
-from .fitting import Fitted, TrainingRows
-from .kernels._cpu_alike import number_alike
-from .kernels.rows import Rows, SparseRows
-from .noise import Gumbel, Noise, resolve_noise
+from .fit import Fitted, TrainingRows
 from .noise_scale import expected_scale, relative_scale
-from .optim import Adagrad, RowOptimizer
-from .seeds import mix
 
 HELD_OUT, FEWEST_HELD_OUT = 0.1, 50
 FEWEST_EPOCHS = 5  # of a fit whose prior is searched by training
@@ -38,20 +38,21 @@ WARM_EPOCHS, WARM_STEPS, WARM_SHARE = 2, 400, 0.12  # of the first part: the lar
 BRANCH_EPOCHS, BRANCH_STEPS, BRANCH_SHARE = 1, 200, 0.08
 FURTHEST = 6  # factors of two from the first variance, each way
 RATE_STEP, MOST_RATES = 2.5, 2
-TOO_FAST, TOO_SLOW = 1.03, 1.2  # best factors of scores, below and above which another rate is tried
-NEAR_ENOUGH = 0.95  # best factor above which a rate that is better than a higher one is not lowered further
-CERTAIN = 1.5  # from which the factor of a short run is that of the whole fit; below that weights still grow
+TOO_FAST, TOO_SLOW = 1.03, 1.2  # best factors of scores, outside of which another rate is tried
+NEAR_ENOUGH = 0.95  # best factor above which a rate better than a higher one is not lowered further
+CERTAIN = 1.5  # from which the factor of a short run is used for the whole fit; below, weights still grow
 EVIDENCE = 0.3  # standard errors by which another variance or rate has to be better
 WORTH_SHARE = 0.002  # and share of the loss
-JUDGED_PAIRS, FEWEST_JUDGED = 2_000_000, 1_000  # (row, class) pairs, and rows, that are judged
+JUDGED_PAIRS, FEWEST_JUDGED = 2_000_000, 1_000  # evaluated (row, class) pairs, and rows
 REPEATED, SAME_LABEL = 1.05, 0.1  # rows a document, on average; share of its rows beyond one that repeat a label
-COPIES = 3  # of weights and their state that are alive at once
+ROWS_AT_ONCE = 1 << 12  # whose scores are computed together
+COPIES = 3  # simultaneous copies of weights and their state
 
 StopAsked = Callable[[], bool]
 
 
 def wanted(options: dict[str, Any], fitted: Fitted, *, persistent: bool) -> bool:
-    """Whether the variance is ours to find, and has not been found by a fit before."""
+    """Whether the variance has to be chosen, and was not by an earlier fit."""
     ours = isinstance(options["prior_variance"], str) and options["preset"] is None
     first = fitted.found is None and (persistent or not fitted.rows_seen)
     return ours and first and options["method"] in ("augment-reduce", "exact")
@@ -61,15 +62,15 @@ def find(
     fitted: Fitted, settings: Settings, X: Any, rows: TrainingRows, shape: Shape, options: dict[str, Any],
     stop_asked: StopAsked,
 ) -> tuple[Settings, TrainingRows]:  # fmt: skip
-    """Settings with the variance that was found, and the rows in the units that go with it. `X` are they in their own
-    units."""
+    """Settings with the chosen variance, and the rows with the scaling chosen with it. `X`: the unscaled
+    rows."""
     noise = settings.noise
     of_softmax = is_small(Gumbel(), shape) and not shape.stream
     if of_softmax:
         found, judged, scaling = by_cross_validation(fitted, X, rows, shape, settings, stop_asked)
         if scaling is not fitted.scaling and scaling is not None:
             fitted.scaling = scaling
-            rows = replace(rows, X=scaling.apply(X, rows.X.values.dtype))
+            rows = replace(rows, X=scaling.apply(X, rows.X.dtype))
     else:
         found, judged = by_training(fitted, settings, rows, shape, options, stop_asked)
     if stop_asked():
@@ -83,8 +84,8 @@ def rate_is_ours(options: dict[str, Any]) -> bool:
 
 
 def of_noise(found: Found, judged: Judged | None, noise: Noise, with_rate: bool) -> Found:
-    """What was found for a softmax, for a model with this noise: its scores are rho times as large, so its weights are,
-    and so is the rate that takes them there (the rule's ratio of rates is that of the noises' variances)."""
+    """Convert the result for softmax to this noise: scores, weights and hence the learning rate are rho times as large
+    (the default rates have the ratio of the noises' variances)."""
     if judged is None:
         return replace(found, variance=found.variance * relative_variance(noise), noise_scale=expected_scale(noise))
     rho = relative_scale(noise, judged.scores, judged.labels)
@@ -93,7 +94,7 @@ def of_noise(found: Found, judged: Judged | None, noise: Noise, with_rate: bool)
 
 
 def with_found(settings: Settings, found: Found) -> Settings:
-    """The settings of the rules, with what was found."""
+    """The default settings with the result of the search."""
     optimizer = settings.optimizer
     if isinstance(optimizer, Adagrad):
         optimizer = replace(optimizer, learning_rate=optimizer.learning_rate * found.rate)
@@ -106,8 +107,8 @@ def with_found(settings: Settings, found: Found) -> Settings:
 def by_cross_validation(
     fitted: Fitted, X: Any, rows: TrainingRows, shape: Shape, settings: Settings, stop_asked: StopAsked
 ) -> tuple[Found, Judged | None, FeatureScaling | None]:
-    """The variance, and the units of the features: one for all that are alike, or each its own, whichever predicts
-    better."""
+    """The variance and the feature scaling: a common scale for columns in one unit, or one scale each, whichever
+    predicts better."""
     active = rows.active()
     weight = np.ones(len(active)) if rows.weight is None else rows.weight[active].astype(np.float64)
     codes, best, judged, best_scaling = rows.codes[active].astype(np.int64), None, None, fitted.scaling
@@ -118,7 +119,7 @@ def by_cross_validation(
         own = FeatureScaling.of(X, active, rows.weight, centred=free, pooled=False)
         candidates += [own] if own.differs_from(fitted.scaling) else []
     for scaling in candidates:
-        in_units = rows.X if scaling is None or scaling is fitted.scaling else scaling.apply(X, rows.X.values.dtype)
+        in_units = rows.X if scaling is None or scaling is fitted.scaling else scaling.apply(X, rows.X.dtype)
         basis = Basis.of(in_units, active, weight, centred=settings.fit_intercept)
         path = Path(
             basis, order, codes, weight, shape.n_classes, fitted.seed, stop_asked, with_factor=settings.direct,
@@ -134,16 +135,16 @@ def by_cross_validation(
 # ---- training ----
 
 
-def documents(X: Rows, active: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """The document of each row where every label of a document is a row, else None.
+def documents(groups: RowGroups | None, active: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """The document of each row if every label of a document is a row, else None.
 
-    Such rows have the same features and hardly ever the same label (3 % on debian-deps). A row that is held out while
-    others of its document are trained on looks the worse the better these are learned: the search would take too low a
-    rate. Rows that merely agree in all features, as in a table of categories, often have the same label.
+    Such rows have the same features and hardly ever the same label (3 % on debian-deps). If a row is held out while
+    others of its document are trained on, its loss increases as these are learned, and the search would choose too low
+    a rate. Rows that merely have the same features, as in a table of categories, often have the same label.
     """
-    if not isinstance(X, SparseRows) or len(active) < 2:
+    if groups is None or len(active) < 2:
         return None
-    document = number_alike(X, active, len(active)).astype(np.int64)
+    document = groups.stored[active]
     n_documents = int(document.max()) + 1
     if len(active) < REPEATED * n_documents:
         return None
@@ -166,21 +167,21 @@ def by_training(
 
 
 def continue_from(fitted: Fitted, branch: Fitted) -> None:
-    """Where the best of the short runs ended: its steps are not taken twice."""
+    """The state at the end of the best short run: its steps are not repeated."""
     vars(fitted).update(
         parameters=branch.parameters, clock=branch.clock, local=branch.local, sampler=branch.sampler,
     )  # fmt: skip
 
 
 class Branches:
-    """Training runs of a softmax on nine tenths of the rows, that begin where others ended."""
+    """Training runs of a softmax on nine tenths of the rows, each from the end of another."""
 
     def __init__(
         self, fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any],
         stop_asked: StopAsked,
     ) -> None:  # fmt: skip
         self.rows, self.options, self.stop_asked, self.seed = rows, options, stop_asked, mix(fitted.seed, 22, 0)
-        self.shape, self.scaling = shape, fitted.scaling
+        self.shape, self.scaling, self.partition = shape, fitted.scaling, fitted.partition
         noise: Noise = resolve_noise("softmax")
         own = options | {"model": "softmax", "local_step": None, "optimizer": None, "early_stopping": False}
         self.settings = resolve(own, noise, shape, rows.torch_dtype)
@@ -196,22 +197,27 @@ class Branches:
             self.why_not = f"a search needs fits of {FEWEST_EPOCHS} epochs or more"
         elif len(self.left_out) < FEWEST_HELD_OUT:
             self.why_not = f"only {len(self.left_out)} rows could be held out"
-        elif limits.shortage(COPIES * 2 * weights.numel() * weights.element_size()) is not None:
+        elif self.lacks(COPIES * 2 * weights.numel() * weights.element_size()):
             self.why_not = "no memory for copies of the weights"
 
+    def lacks(self, needed: int) -> bool:
+        """Whether so much memory is not to be had, here or on another rank."""
+        here = limits.shortage(needed) is not None
+        return here if self.partition is None else self.partition.any(here)
+
     def variance(self, e: int) -> float:
-        """In units of the softmax."""
+        """For the softmax."""
         of_first = self.settings.prior_variance
         assert of_first is not None
         return of_first * 2.0**e
 
     def hold_out(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows to train on, rows to judge by): any rows, or all rows of any documents, but no class is left without
-        rows to train on."""
+        """(training rows, held-out rows): random rows, or all rows of random documents; every class keeps training
+        rows."""
         codes, n = self.rows.codes[active], len(active)
         generator = np.random.Generator(np.random.PCG64(self.seed))
         most = min(int(HELD_OUT * n), max(FEWEST_JUDGED, JUDGED_PAIRS // self.shape.n_classes))
-        document = documents(self.rows.X, active, codes)
+        document = documents(self.rows.groups, active, codes)
         if document is None:
             out = generator.permutation(n)[:most]
         else:
@@ -226,7 +232,7 @@ class Branches:
         return active[kept], active[out]
 
     def goes_on(self, settings: Settings) -> bool:
-        """Whether the fit itself takes the same steps as these runs. Not in a stream: it counts each row once."""
+        """Whether the fit can continue from these runs. Not in a stream, which counts each row once."""
         if self.shape.stream:
             return False
         mine = self.settings
@@ -234,7 +240,7 @@ class Branches:
         return same and settings.local == mine.local and not self.options["early_stopping"]
 
     def search(self) -> tuple[Found, Judged, Fitted]:
-        """What was found, how it was judged, and the start that the fit can go on from."""
+        """The result, its evaluation, and the state from which the fit can continue."""
         start, rate, best = self.best_rate()
         e = 0
         for step in (2, -2):
@@ -251,8 +257,8 @@ class Branches:
         return Found(self.variance(e), factor, loss, 1, why, rate), best, start
 
     def best_rate(self) -> tuple[Fitted, float, Judged]:
-        """(the first part of a fit, its rate as a multiple of the rule's, how it is judged): at another rate where that
-        is better."""
+        """(the first part of a fit, its rate as a multiple of the default, its evaluation), at another rate if that is
+        better."""
         rule, rate, start = self.settings.optimizer, 1.0, self.begin()
         best = self.at(start, 0)
         if not self.with_rate or not isinstance(rule, Adagrad):
@@ -272,7 +278,7 @@ class Branches:
         return start, rate, best
 
     def is_better(self, losses: np.ndarray, than: np.ndarray) -> bool:
-        """By more than the standard error allows, with documents as its independent units."""
+        """By more than the standard error, with documents as independent units."""
         gain = than - losses
         of_units = np.bincount(self.unit, gain - gain.mean())
         evidence = EVIDENCE * math.sqrt((of_units**2).sum()) / len(gain)
@@ -281,14 +287,14 @@ class Branches:
     def begin(self) -> Fitted:
         """The first part of a fit at the first variance."""
         shape = self.shape
-        started = fitting.start(self.settings, shape.n_classes, shape.n_features, self.seed, 0)
+        started = fitting.start(self.settings, shape.n_classes, shape.n_features, self.seed, 0, self.partition)
         started.scaling, started.found = self.scaling, Found(0.0, 1.0, 0.0, 0, "")
         return self.advance(started, self.settings, self.variance(0), self.warm)
 
     def at(self, start: Fitted, e: int) -> Judged:
-        """How left-out rows are predicted at this variance, after a branch from the start.
+        """Evaluate left-out rows at this variance, after a branch from the start.
 
-        The rate falls to a ninth over the branch, or its noise would be mistaken for too weak a prior.
+        The rate decays to a ninth over the branch; otherwise its noise would look like too weak a prior.
         """
         settings, t = self.settings, start.clock.iteration
         if isinstance(settings.optimizer, Adagrad):
@@ -303,17 +309,22 @@ class Branches:
         return fitted
 
     def judge(self, fitted: Fitted) -> Judged:
-        """The best factor, and each left-out row's loss with it or with one, whichever is larger: weights that are on
-        their way are too small, and that must not be mistaken for too strong a prior. Too large ones will become larger
-        still."""
+        """The best factor, and each left-out row's loss with that factor if it is above one, else without: weights that
+        still grow are too small, which must not look like too strong a prior; too large ones will become even
+        larger."""
         scores, labels = self.scores_of(fitted)
         factor, losses = best_factor(scores, labels, np.ones(len(labels)))
         return Judged(losses if factor >= 1.0 else losses_at(1.0, scores, labels), factor, [], scores, labels)
 
     def scores_of(self, fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
-        """(scores, labels) of the rows left out."""
+        """(scores, labels) of the left-out rows."""
         rows, parameters = self.left_out, fitted.parameters
-        every = torch.arange(self.shape.n_classes)
+        here = torch.arange(len(parameters.bias))
         kernels = fitting.kernels_for("cpu")
-        scores = kernels.shared_scores(self.rows.X, rows, every, parameters.weight, parameters.bias)
+        scores = torch.empty(len(rows), len(here), dtype=parameters.weight.dtype)
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            scores[part] = kernels.shared_scores(self.rows.X, rows[part], here, parameters.weight, parameters.bias)
+        if self.partition is not None:
+            scores = self.partition.whole_columns(scores)
         return scores.double().numpy(), self.rows.codes[rows].astype(np.int64)

@@ -13,6 +13,7 @@ import _thread
 import contextlib
 import contextvars
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -21,9 +22,11 @@ from queue import SimpleQueue
 
 import torch
 
-from .kernels.threads import get_num_threads, num_threads
+from ..kernels.threads import get_num_threads, num_threads
+from ..sharding import Partition
 
 INSIST = 1.0  # seconds after an exception from which another one is not just impatience
+COMPARED = 64  # steps, after which ranks tell each other whether one was asked to stop
 LOOK_UP = 0.05  # seconds between looks for exceptions that no signal tells of
 
 StopAsked = Callable[[], bool]
@@ -117,6 +120,19 @@ class Worker:
 
 if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=Worker.idle.clear)
+
+
+def asked_anywhere(stop_asked: StopAsked, partition: Partition) -> StopAsked:
+    """Whether any rank was asked to stop, the same on all: they compare every COMPARED calls."""
+    calls, stopped = itertools.count(1), False
+
+    def asked() -> bool:
+        nonlocal stopped
+        if not stopped and next(calls) % COMPARED == 0:
+            stopped = partition.any(stop_asked(), "whether to stop")
+        return stopped
+
+    return asked
 
 
 def run_whole(work: Callable[[StopAsked], None]) -> None:

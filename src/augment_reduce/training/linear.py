@@ -1,8 +1,8 @@
-"""Scores of the fitted linear model, psi = coef . x + intercept, for prediction: finite whatever the rows hold.
+"""Scores of the fitted linear model, psi = coef . x + intercept, for prediction: finite for any finite rows.
 
-They come from the weights of training, of features in the units of training (`features`). `coef_` and `intercept_` are
-made of these, centred over the classes, when they are asked for; what a user writes to them is taken up before anything
-is predicted, saved or trained. With two classes they are one row, the difference of the two.
+They are computed from the weights of training, for scaled features (`features`). `coef_` and `intercept_` are derived
+from these at the first access, centred over the classes; modified values are written back before anything is predicted,
+saved or trained. With two classes they are one row, the difference of the two.
 """
 
 from __future__ import annotations
@@ -15,51 +15,66 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from .features import FeatureScaling
-from .kernels.rows import DenseRows, SparseRows, as_rows
-from .scores import kernels_for
+from ..config.features import FeatureScaling
+from ..kernels.rows import DenseRows, MappedRows, SparseRows, as_rows
+from ..model.scores import kernels_for
+from ..sharding import Partition
 
 if TYPE_CHECKING:
-    from .fitting import Fitted
+    from .fit import Fitted
 
-LARGEST = 1e300  # stands for features that overflow in the units of training
-NUMBERS_AT_ONCE = 1 << 22  # of weights that are copied to float64
-HIGHEST = 1000  # the power of two of the largest score where even float64 has no room for the true one
+LARGEST = 1e300  # replaces scaled features that overflow
+NUMBERS_AT_ONCE = 1 << 22  # weights copied to float64 at a time
+HIGHEST = 1000  # the exponent of the largest score if the true one overflows float64
 
 
 class LinearScores:
-    """scores_of(start, stop) of the rows X, as `predict` wants them; in the dtype of the weights, as a rule.
+    """scores_of(start, stop) of the rows X, for `predict`; usually in the dtype of the weights.
 
-    psi = factor * (weight . (x - centre) / scale + bias), with weight (K, D) a tensor or a CSR matrix.
+    psi = factor * (weight . (x - centre) / scale + bias), with weight (K, D) a tensor or a CSR matrix. Where other
+    processes have some of the classes every call gathers their scores: all ranks call, for the same rows, in one order.
     """
 
     def __init__(
-        self, X: Any, weight: Any, bias: Tensor, scaling: FeatureScaling | None = None, factor: float = 1.0
-    ) -> None:
-        self.n_rows, self.n_classes, self.dtype = X.shape[0], len(bias), bias.dtype
+        self, X: Any, weight: Any, bias: Tensor, scaling: FeatureScaling | None = None, factor: float = 1.0,
+        partition: Partition | None = None,
+    ) -> None:  # fmt: skip
+        self.n_rows, self.dtype, self.partition = X.shape[0], bias.dtype, partition
+        self.n_classes = len(bias) if partition is None else partition.shard.n_classes
         self.weight, self.bias, self.scaling, self.factor = weight, bias, scaling, factor
         self.rows, self.kernels = as_rows(X), kernels_for("cpu")
         self.transposed = weight.T.tocsr() if sp.issparse(weight) else None
-        self.every = torch.arange(self.n_classes)
+        self.every = torch.arange(len(bias))
         if scaling is not None and isinstance(self.rows, SparseRows):
-            self.rows = scaling.apply(self.rows, self.rows.values.dtype)
-            if scaling.centre.any():  # sparse rows stay sparse: what their zeros are worth goes to the biases
+            self.rows = scaling.apply(self.rows, self.rows.dtype)
+            if scaling.centre.any():  # sparse rows stay sparse: the contribution of their zeros goes to the biases
                 self.bias = bias.double() - self._of_centres(scaling)
 
     @classmethod
     def of(cls, X: Any, fitted: Fitted) -> LinearScores:
         weight = fitted.parameters.weight if fitted.sparse_weight is None else fitted.sparse_weight
-        return cls(X, weight, fitted.parameters.bias, fitted.scaling, fitted.factor)
+        return cls(X, weight, fitted.parameters.bias, fitted.scaling, fitted.factor, fitted.partition)
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        psi = self._product(start, stop)
+        if isinstance(self.rows, MappedRows):  # as many as may be in memory together
+            parts = self.rows.parts(np.arange(start, stop))
+            psi = torch.cat([self._product(start + part.start, start + part.stop) for part in parts])
+        else:
+            psi = self._product(start, stop)
         if self.factor != 1.0:
             psi = psi * self.factor
-        overflowed = (~psi.isfinite().all(1)).nonzero()[:, 0].numpy()
+        overflowed = self._largest(~psi.isfinite().all(1).numpy()).nonzero()[0]
         if len(overflowed):
             psi = psi.double()
             psi[overflowed] = torch.from_numpy(self._of_large(start + overflowed))
-        return psi
+        return psi if self.partition is None else self.partition.whole_columns(psi)
+
+    def _largest(self, numbers: np.ndarray) -> np.ndarray:
+        """Of each the largest that a rank has."""
+        if self.partition is None:
+            return numbers
+        found = self.partition.ranks.max_(torch.from_numpy(numbers.astype(np.float64)), "the largest scores")
+        return found.numpy().astype(numbers.dtype)
 
     def _of_centres(self, scaling: FeatureScaling) -> Tensor:
         used = np.flatnonzero(scaling.centre)
@@ -68,7 +83,7 @@ class LinearScores:
         return torch.from_numpy(np.concatenate([weights @ centre for weights in self._weights(used)]))
 
     def _block(self, rows: np.ndarray) -> np.ndarray:
-        """These rows in the units of the weights, dense, float64."""
+        """These rows scaled, dense, float64."""
         if isinstance(self.rows, SparseRows):
             return self.rows.dense(rows, torch.float64).numpy()
         values = self.rows.values[rows]
@@ -86,8 +101,10 @@ class LinearScores:
                 psi = self.kernels.shared_scores(X, rows, self.every, self.weight, without)
                 return (psi.double() + self.bias).to(self.dtype)
             if isinstance(X, SparseRows):
+                X, rows = X.loaded(rows)
                 block: Any = sp.csr_matrix((X.values, X.indices, X.indptr), shape=(X.n_rows, X.n_features), copy=False)
-                product = block[start:stop] @ self.transposed
+                first = int(rows[0]) if len(rows) else 0
+                product = block[first : first + len(rows)] @ self.transposed
             else:
                 product = X.values[rows] @ self.transposed
             scores = np.asarray(product.toarray() if sp.issparse(product) else product) + self.bias.numpy()
@@ -96,8 +113,8 @@ class LinearScores:
     def _of_large(self, rows: np.ndarray) -> np.ndarray:
         """Scores of rows for which the sums overflow: in float64, of features and weights scaled by powers of two.
 
-        Where the true scores are too large for float64 all are scaled alike, to 2^HIGHEST at most: they keep their
-        order, equal ones stay equal, and others are as far apart as any probability can tell.
+        If the true scores overflow float64, all are multiplied by one factor, to 2^HIGHEST at most: order and ties are
+        kept, and differences are large enough for the same probabilities.
         """
         with np.errstate(over="ignore"):
             X = np.nan_to_num(self._block(rows), posinf=LARGEST, neginf=-LARGEST)
@@ -105,19 +122,20 @@ class LinearScores:
         _, of_row = np.frexp(np.abs(X).max(axis=1))
         x, bias = np.ldexp(X[:, used], -of_row[:, None]), self.bias.numpy().astype(np.float64)
         most = max([float(np.abs(bias).max()), *(float(np.abs(w).max(initial=0.0)) for w in self._weights(used))])
+        most = float(self._largest(np.array([np.nan_to_num(most, nan=np.inf)]))[0])
         if not np.isfinite(most):  # weights that have diverged, which the caller reports
             return np.full((len(rows), len(bias)), np.nan)
         _, of_weights = np.frexp(most)
         scaled = np.concatenate([x @ np.ldexp(w, -of_weights).T for w in self._weights(used)], axis=1)
         scaled += np.ldexp(np.ldexp(bias, -of_weights)[None, :], -of_row[:, None])
-        _, largest = np.frexp(np.abs(scaled).max(axis=1))
+        _, largest = np.frexp(self._largest(np.abs(scaled).max(axis=1)))
         power = np.minimum(of_row + of_weights, HIGHEST - largest)
         return np.ldexp(scaled * self.factor, power[:, None])
 
     def _weights(self, features: np.ndarray) -> Iterator[np.ndarray]:
         """The columns of these features in float64, some classes at a time."""
         step = max(1, NUMBERS_AT_ONCE // max(1, len(features)))
-        for first in range(0, self.n_classes, step):
+        for first in range(0, len(self.every), step):
             block = self.weight[first : first + step][:, features]
             yield np.asarray(block.toarray() if sp.issparse(block) else block, dtype=np.float64)
 
@@ -129,17 +147,61 @@ def published(fitted: Fitted) -> tuple[Any, np.ndarray]:
     bias = fitted.parameters.bias.numpy()
     if fitted.scaling is not None or fitted.factor != 1.0:
         weight, bias = _of_own_units(fitted, weight, bias)
-    if len(bias) == 2:
+    if is_one_row(fitted):
         return weight[1:] - weight[:1], bias[1:] - bias[:1]
     if is_centred(fitted):
-        weight, bias = weight - weight.mean(0, dtype=np.float64).astype(weight.dtype), bias - bias.mean()
+        if fitted.class_mean is None:
+            of_weight, of_bias = weight.mean(0, dtype=np.float64), bias.mean()
+        else:
+            of_weight, of_bias = own_units_of_mean(fitted, *fitted.class_mean)
+        weight, bias = weight - of_weight.astype(weight.dtype), bias - np.asarray(of_bias, bias.dtype)
     return weight, bias
+
+
+def check_same_ranks(fitted: Fitted, partition: Partition | None) -> None:
+    """A model goes on where it is: its rows are on the ranks that it was trained on."""
+    before = fitted.partition
+    was, found = ("one process" if each is None else repr(each.ranks) for each in (before, partition))
+    if was != found or (before is not None and partition is not None and before.shard != partition.shard):
+        raise ValueError(
+            f"Expected to go on with the process group of the fit before, but that was {was} and this is {found}. "
+            "Save the model and load it with the new process_group, or fit anew."
+        )
+
+
+def is_one_row(fitted: Fitted) -> bool:
+    """Whether two classes are shown as their difference: not where each is on another process."""
+    return fitted.n_classes == 2 and fitted.partition is None
+
+
+def mean_over_classes(fitted: Fitted) -> tuple[np.ndarray, float] | None:
+    """Of the weights of training (D,) and the biases, over the classes of all ranks: found while all of them are here,
+    so that a rank alone may read its `coef_`. None for one process, which has all classes."""
+    if fitted.partition is None:
+        return None
+    weight, bias = fitted.parameters.weight, fitted.parameters.bias
+    step, sums = (
+        max(1, NUMBERS_AT_ONCE // max(1, weight.shape[1])),
+        torch.zeros(weight.shape[1] + 1, dtype=torch.float64),
+    )
+    for first in range(0, len(weight), step):
+        sums[:-1] += weight[first : first + step].sum(0, dtype=torch.float64)
+    sums[-1] = bias.sum(dtype=torch.float64)
+    mean = fitted.partition.ranks.sum_(sums, "the mean weights").numpy() / fitted.n_classes
+    return mean[:-1], float(mean[-1])
+
+
+def own_units_of_mean(fitted: Fitted, weight: np.ndarray, bias: float) -> tuple[np.ndarray, np.float64]:
+    scaling = fitted.scaling or FeatureScaling.identity(len(weight))
+    coef, intercept = scaling.to_original(fitted.factor * weight[None], fitted.factor * np.array([bias]))
+    return coef[0], intercept[0]
 
 
 def is_centred(fitted: Fitted) -> bool:
     """Whether coefficients and scores are shown with a mean of zero over the classes, which changes no probability: not
     where somebody has written them, and not where zeros are to be kept."""
-    return fitted.centred and fitted.sparse_weight is None
+    known = fitted.partition is None or fitted.class_mean is not None
+    return fitted.centred and fitted.sparse_weight is None and known
 
 
 def _of_own_units(fitted: Fitted, weight: Any, bias: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -155,14 +217,14 @@ def _of_own_units(fitted: Fitted, weight: Any, bias: np.ndarray) -> tuple[Any, n
     for first in range(0, len(weight), step):
         part = slice(first, first + step)
         own = fitted.factor * weight[part].astype(np.float64)
-        coef[part], bias[part] = scaling.outer(own, fitted.factor * bias[part].astype(np.float64))
+        coef[part], bias[part] = scaling.to_original(own, fitted.factor * bias[part].astype(np.float64))
     return coef, bias
 
 
 def checked(fitted: Fitted, coef: Any, intercept: Any) -> tuple[Any, np.ndarray]:
     """coef_ and intercept_ as somebody may have written or replaced them, in the dtypes they had."""
     n_rows, n_features = len(fitted.parameters.bias), fitted.parameters.weight.shape[1]
-    n_rows = 1 if n_rows == 2 else n_rows
+    n_rows = 1 if is_one_row(fitted) else n_rows
     dtype = fitted.parameters.bias.numpy().dtype
     if sp.issparse(coef):
         coef = coef if coef.format == "csr" and coef.dtype == dtype else sp.csr_matrix(coef, dtype=dtype)
@@ -188,14 +250,14 @@ def take_up(fitted: Fitted, coef: Any, intercept: Any) -> None:
     if same(intercept, intercept_now) and same(coef, coef_now):
         return
     fitted.centred = False
-    weight, bias = of_all_classes(coef), of_all_classes(intercept)
+    weight, bias = (of_all_classes(each) if is_one_row(fitted) else each for each in (coef, intercept))
     if fitted.scaling is not None or fitted.factor != 1.0:
         scaling = fitted.scaling or FeatureScaling.identity(weight.shape[1])
         if sp.issparse(weight):
             bias = (bias + weight.astype(np.float64) @ scaling.centre) / fitted.factor
             weight = (weight @ sp.diags_array(scaling.scale / fitted.factor)).tocsr()
         else:
-            weight, bias = scaling.inner(weight / fitted.factor, bias.astype(np.float64) / fitted.factor)
+            weight, bias = scaling.to_scaled(weight / fitted.factor, bias.astype(np.float64) / fitted.factor)
     fitted.parameters.bias.copy_(torch.from_numpy(np.ascontiguousarray(bias)))
     if fitted.sparse_weight is not None:
         fitted.sparse_weight = sp.csr_matrix(weight, dtype=fitted.sparse_weight.dtype)

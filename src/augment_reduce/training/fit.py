@@ -9,29 +9,34 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
 import torch
 from torch import Tensor
 
+from ..config.defaults import WORTH_MERGING, Settings, scales_features
+from ..config.features import FeatureScaling
+from ..kernels import device as device_kernels
+from ..kernels.cpu.row_groups import NONE, RowGroups, split_groups
+from ..kernels.protocol import Parameters
+from ..kernels.rows import MappedRows, Rows
+from ..kernels.threads import default_threads, num_threads, one_torch_thread
+from ..local.remembered import Clock, LocalState
+from ..model.scores import kernels_for
+from ..optim import Prior, RowOptimizer
+from ..sampling import ClassSampler, TrainingData
+from ..sharding import Partition
+from ..support.memory import zeros
+from ..support.seeds import mix
 from . import looks
 from .cross_validation import Found
-from .defaults import WORTH_MERGING, Settings, scales_features
-from .features import FeatureScaling
-from .kernels.reference import Parameters
-from .kernels.rows import Rows, SparseRows
-from .kernels.threads import default_threads, num_threads, one_torch_thread
-from .local import Clock, LocalState
-from .memory import zeros
-from .optim import Prior, RowOptimizer
+from .loop import SECONDS, Evaluators, Plan, Run, Schedule, Stopwatch, Window, train
 from .progress import TrainingProgress
-from .scores import kernels_for
-from .seeds import mix
-from .training import SECONDS, Evaluators, Plan, Run, Schedule, Stopwatch, Window, train
-from .vem import Problem, State
+from .step import Problem, State
 
 ROWS_FOR_UNITS = 100  # of a stream, from which its columns' means and deviations are known
 RUNS = 128  # different rows of a minibatch, at least, or parts of what is the same
@@ -39,7 +44,13 @@ TORN = (
     "an exception ended a fit in the middle of a step, so some weights have moved and others have not. It predicts "
     "as it is; training that goes on from it does not end where an undisturbed fit would."
 )
-MANY_WEIGHTS = 2**24  # from which a GPU is worth the way there and back: at 10^7 six times one CPU core, at 10^8 eight
+
+
+class Keeper(Protocol):
+    """What writes checkpoints (`persistence.checkpoints`)."""
+
+    def due(self, iteration: int) -> bool: ...
+    def write(self) -> None: ...
 
 
 @dataclass
@@ -49,10 +60,15 @@ class TrainingRows:
     X: Rows
     codes: np.ndarray
     weight: np.ndarray | None
+    groups: RowGroups | None = None  # of duplicates among the active rows; None: dense, or not looked for
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return torch.float32 if self.X.values.dtype == np.float32 else torch.float64
+        return torch.float32 if self.X.dtype == np.float32 else torch.float64
+
+    def training_data(self, active: np.ndarray) -> TrainingData:
+        """What a sampler may look at."""
+        return TrainingData(self.X, active, self.codes[active], self.groups)
 
     def active(self) -> np.ndarray:
         """Rows that count: a weight of zero is a row that is not there."""
@@ -89,24 +105,52 @@ class Fitted:
     centred: bool = False  # whether coefficients are shown centred over the classes
     converged: bool = True
     torn: bool = False  # whether a fit was left in the middle of a step, so that none can go on exactly
+    partition: Partition | None = None  # where other processes have some of the classes: `parameters` are of the rest
+    class_mean: tuple[np.ndarray, float] | None = None  # of weights (D,) and biases over all classes, for a partition
+
+    @property
+    def n_classes(self) -> int:
+        """K, of all processes."""
+        return len(self.class_counts)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a fit has come to its end: it leaves no plan; the search before it leaves no history."""
+        return self.run.plan is None and bool(self.run.history["iteration"])
 
 
-def start(settings: Settings, n_classes: int, n_features: int, seed: int, bytes_needed: int) -> Fitted:
-    """Fresh parameters: zeros, or Gaussian with the preset's scales, from the seed."""
+def for_the_rest(fitted: Fitted, settings: Settings, watch: Stopwatch) -> Settings:
+    """The settings with which a fit goes on from its checkpoint to the end that it was planned to have."""
+    watch.seconds.update(fitted.seconds)
+    if fitted.run.plan is None:  # from the search for the prior, which leaves no plan
+        return settings
+    return replace(settings, max_iter=fitted.run.plan.last - fitted.clock.iteration)
+
+
+def start(
+    settings: Settings, n_classes: int, n_features: int, seed: int, bytes_needed: int,
+    partition: Partition | None = None,
+) -> Fitted:  # fmt: skip
+    """Fresh parameters: zeros, or Gaussian with the preset's scales, from the seed. Of a partition the rows that are
+    here, of the same draws (for which there have to be all rows for a moment)."""
     generator = torch.Generator().manual_seed(mix(seed, 0, 0))
     scale_w, scale_b = settings.init_scale
-    weight = zeros((n_classes, n_features), settings.dtype)
+    here = n_classes if partition is None or scale_w else len(partition.shard)
+    weight = zeros((here, n_features), settings.dtype)
     bias = torch.zeros(n_classes, dtype=settings.dtype)
     if scale_w:
         weight.normal_(0.0, scale_w, generator=generator)
     if scale_b:
         bias.normal_(0.0, scale_b, generator=generator)
+    if partition is not None:
+        weight, bias = partition.own(weight) if scale_w else weight, partition.own(bias)
     parameters = Parameters(weight, bias, [], [])
     if not settings.direct:
         begin_state(parameters, settings.optimizer)
     return Fitted(
-        parameters, seed, bytes_needed, class_counts=np.zeros(n_classes), feature_counts=np.zeros(n_features, np.int64)
-    )
+        parameters, seed, bytes_needed, class_counts=np.zeros(n_classes),
+        feature_counts=np.zeros(n_features, np.int64), partition=partition,
+    )  # fmt: skip
 
 
 def units(
@@ -161,10 +205,10 @@ def threads(n_jobs: int | None) -> Iterator[None]:
         yield
 
 
-def training_device(option: str, n_weights: int) -> torch.device:
-    """Where the weights are while they are trained. "auto": on a GPU, if there is one and they are many."""
-    on_gpu = option == "cuda" or (option == "auto" and n_weights >= MANY_WEIGHTS and torch.cuda.is_available())
-    return torch.device("cuda" if on_gpu else "cpu")
+def training_device(option: str) -> torch.device:
+    """Where the weights are while they are trained. "auto" is the CPU: steps on sparse rows are short, and a GPU that
+    takes them one at a time was slower than one core for a softmax and than four for a probit."""
+    return torch.device("cuda" if option == "cuda" else "cpu")
 
 
 def needs_device_kernels(device: torch.device) -> bool:
@@ -181,19 +225,20 @@ def move(parameters: Parameters, device: torch.device) -> Parameters:
 
 def run(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool,
-    stop_asked: Callable[[], bool] = lambda: False, watch: Stopwatch | None = None,
+    stop_asked: Callable[[], bool] = lambda: False, watch: Stopwatch | None = None, keeper: Keeper | None = None,
 ) -> None:  # fmt: skip
     """`run_here`, with the weights on the device that was asked for; back on the CPU whatever happens."""
-    move(fitted.parameters, training_device(options["device"], fitted.parameters.weight.numel()))
+    on_cpu = isinstance(rows.X, MappedRows) or fitted.partition is not None
+    move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
     try:
-        run_here(fitted, settings, rows, options, persistent, stop_asked, watch or Stopwatch())
+        run_here(fitted, settings, rows, options, persistent, stop_asked, watch or Stopwatch(), keeper)
     finally:
         move(fitted.parameters, torch.device("cpu"))
 
 
 def run_here(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], persistent: bool,
-    stop_asked: Callable[[], bool], watch: Stopwatch,
+    stop_asked: Callable[[], bool], watch: Stopwatch, keeper: Keeper | None = None,
 ) -> None:  # fmt: skip
     """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
     active, held_out = rows.active(), np.empty(0, dtype=np.int64)
@@ -205,11 +250,12 @@ def run_here(
     if not persistent:
         fitted.run.plan, fitted.run.window = None, Window()
     problem = make_problem(fitted, settings, rows, active)
-    problem.sampler.resume(fitted.sampler, same_rows=persistent)
+    problem.sampler.load_state_dict(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
 
     per_epoch = -(-len(active) // settings.batch_size)
-    n_iter = max(1, settings.max_iter - taken) if persistent else per_epoch
+    fewest = 1 if fitted.run.plan is None else 0  # none where a fit was cut short after its last step
+    n_iter = max(fewest, settings.max_iter - taken) if persistent else per_epoch
     schedule = Schedule(
         plan=looks.plan_of(fitted, problem, settings, n_iter, len(held_out), with_gap=persistent),
         batch_size=settings.batch_size,
@@ -222,17 +268,18 @@ def run_here(
     evaluators = Evaluators(
         validation=looks.validation_look(problem, state, rows, held_out) if len(held_out) else None,
         bound_gap=looks.bound_gap_look(problem, state, active, schedule.plan.gap_rows),
+        checkpoint=None if keeper is None else writing(keeper, fitted, problem, state, watch),
     )
     progress = TrainingProgress(schedule.plan.last, options["verbose"], fitted.clock.iteration)
     with threads(options["n_jobs"]), progress:
         found = "" if fitted.found is None else f" ({fitted.found.why})"
         progress.say(f"{settings.describe()}{found}; {fitted.bytes_needed / 1e9:.2f} GB")
-        if problem.alike is not None:
-            parts = int(problem.alike.max()) + 1
+        if problem.row_group is not None:
+            parts = int(problem.row_group.max()) + 1
             progress.say(f"{len(active):,} rows, many with the same features: kept together in {parts:,} parts")
         with progress.may_compile():
             problem.sampler.warm_up(rows.X)
-        problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
+        problem.sampler.prepare(rows.training_data(active), settings.n_sampled_classes)
         was_torn = fitted.torn
         try:
             fitted.torn = True  # until `keep` says otherwise
@@ -244,6 +291,19 @@ def run_here(
         progress.say(watch.describe())
 
 
+def writing(keeper: Keeper, fitted: Fitted, problem: Problem, state: State, watch: Stopwatch) -> Callable[[int], None]:
+    """Write a checkpoint between two steps, where one is due."""
+
+    def write(t: int) -> None:
+        if keeper.due(t):
+            keep(fitted, problem, state, watch, True, torn=False)
+            keeper.write()
+            fitted.torn = True  # the fit goes on
+            watch.lap("checkpoint")
+
+    return write
+
+
 def advance(
     fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray, n_iter: int, options: dict[str, Any],
     stop_asked: Callable[[], bool],
@@ -252,7 +312,7 @@ def advance(
     if not fitted.rows_seen:
         count(fitted, settings, rows, active)
     problem = make_problem(fitted, settings, rows, active)
-    problem.sampler.resume(fitted.sampler, same_rows=True)
+    problem.sampler.load_state_dict(fitted.sampler, same_rows=True)
     state = State(fitted.parameters, local_state(fitted, problem, rows, True), fitted.clock)
     last = fitted.clock.iteration + n_iter
     plan = Plan(last, record_every=n_iter, bound_every=n_iter, validate_every=0, gap_every=0, gap_rows=0)
@@ -260,7 +320,7 @@ def advance(
     progress = TrainingProgress(last, 0)
     with threads(options["n_jobs"]), progress:
         problem.sampler.warm_up(rows.X)
-        problem.sampler.study(rows.X, active, rows.codes[active], settings.n_sampled_classes)
+        problem.sampler.prepare(rows.training_data(active), settings.n_sampled_classes)
         train(problem, state, schedule, Evaluators(None, None), progress, fitted.run, watch, stop_asked)
     keep(fitted, problem, state, watch, True, torn=state.mark.torn)
 
@@ -283,7 +343,7 @@ def keep(
         stream_steps=fitted.stream_steps + (0 if persistent else state.clock.iteration - fitted.clock.iteration),
         clock=state.clock,
         local=state.local if lasting else {},
-        sampler=problem.sampler.kept() or fitted.sampler,  # a part of a stream may do without it
+        sampler=problem.sampler.state_dict() or fitted.sampler,  # a part of a stream may do without it
         seconds=dict(watch.seconds),
         torn=torn,
     )
@@ -308,14 +368,11 @@ def n_held_out(n_rows: int, fraction: float) -> int:
 
 
 def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active: np.ndarray) -> Problem:
-    from .kernels import compiled
-
     dtype = fitted.parameters.weight.dtype
-    kernels, X = kernels_for("cpu"), rows.X
+    X: Any = rows.X
+    kernels = kernels_for("cpu")
     if needs_device_kernels(fitted.parameters.weight.device):
-        from .kernels import device as kernels
-
-        X = kernels.DeviceRows.of(X, fitted.parameters.weight.device, dtype)
+        kernels, X = device_kernels, device_kernels.DeviceRows.of(X, fitted.parameters.weight.device, dtype)
     prior, of_bias = None, settings.intercept_prior_variance
     if settings.prior_variance is not None or of_bias is not None:
         own_units = None
@@ -334,37 +391,54 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
         sample_weight=None if rows.weight is None else torch.from_numpy(rows.weight).to(dtype),
         method=settings.method,
         noise=settings.noise,
-        sampler=settings.sampler.bind(fitted.class_counts, kernels.draw_without_replacement),
+        sampler=bound(settings.sampler, fitted.class_counts, kernels, fitted.partition),
         n_sampled=settings.n_sampled_classes,
         local=settings.local,
         optimizer=settings.optimizer.after(fitted.stream_steps),
         prior=prior,
         kernels=kernels,
-        alike=alike_rows(rows.X, active, settings),
+        row_group=duplicates_together(rows.groups, active, settings),
+        partition=fitted.partition,
     )
-    problem.may_compile = compiled.possible(problem, dtype)
+    if problem.local is not None and fitted.partition is None:
+        problem.local = problem.local.on(kernels, settings.noise)
+        problem.fused = problem.local.fused(kernels, settings.noise, fitted.n_classes)
+    elif problem.local is not None and fitted.partition is not None:
+        problem.shard_pass = problem.local.over_ranks(settings.noise, fitted.partition)
     return problem
 
 
-def alike_rows(X: Rows, active: np.ndarray, settings: Settings) -> np.ndarray | None:
+def bound(
+    sampler: ClassSampler, class_counts: np.ndarray, kernels: ModuleType, partition: Partition | None = None
+) -> ClassSampler:
+    """The sampler of one fit; the settings' own is left as it is."""
+    found = sampler.bind(class_counts, kernels.draw_without_replacement)
+    if found is sampler:
+        name = type(sampler).__name__
+        raise TypeError(
+            f"Expected {name}.bind to return a copy of the sampler, found the sampler itself. Write bound = "
+            "super().bind(...), set what depends on the data on `bound`, and return it."
+        )
+    found.partition = partition
+    return found
+
+
+def duplicates_together(groups: RowGroups | None, active: np.ndarray, settings: Settings) -> np.ndarray | None:
     """For every row of X: those of the same number have the same features. None where too few have, to be worth it.
 
     Every label of a document an example: then a document's rows have the same scores, but for the label's, and with
     shared classes these, and the way back, are computed once for all of them. A minibatch has RUNS different rows, or
-    parts of B / RUNS rows that are the same. Only with samplers of ours, whose own classes go by features.
+    parts of B / RUNS rows that are the same. Only with samplers that say so: `ClassSampler.shared`, `own_by_features`.
     """
-    most = settings.batch_size // RUNS
-    ours = type(settings.sampler).__module__.startswith("augment_reduce.")
-    if not (ours and settings.sampler.shares) or not isinstance(X, SparseRows) or most < 2 or len(active) < 2:
+    most, sampler = settings.batch_size // RUNS, settings.sampler
+    if groups is None or not (sampler.shared and sampler.own_by_features) or most < 2 or len(active) < 2:
         return None
-    from .kernels._cpu_alike import number_alike
-
-    number = number_alike(X, active, most)
+    number = split_groups(groups.stored[active], most)
     if len(active) < WORTH_MERGING * (number.max() + 1):
         return None
-    alike = np.full(X.n_rows, -1)
-    alike[active] = number
-    return alike
+    row_group = np.full(len(groups.stored), NONE)
+    row_group[active] = number
+    return row_group
 
 
 def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent: bool) -> LocalState:
@@ -372,7 +446,7 @@ def local_state(fitted: Fitted, problem: Problem, rows: TrainingRows, persistent
     if problem.local is None:
         return {}
     if problem.local.amortises:
-        return fitted.local if problem.local.knows(fitted.local, problem.noise, len(fitted.class_counts)) else {}
+        return fitted.local if problem.local.knows(fitted.local, problem.noise, fitted.n_classes) else {}
     fresh = problem.local.init_state(rows.X.n_rows, fitted.parameters.weight.dtype)
     kept = fitted.local
     if persistent and kept.keys() == fresh.keys() and all(len(kept[k]) == len(fresh[k]) for k in kept):

@@ -1,15 +1,45 @@
-"""Labels of any type as numbers 0..K-1, and what rows of a class weigh."""
+"""Labels of any type as class numbers 0..K-1, and row weights from class weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.utils import compute_class_weight
 
 
+class Coded(NamedTuple):
+    """Labels by number: row n has the label `classes[codes[n]]`; the classes are in ascending order, each once."""
+
+    codes: np.ndarray
+    classes: np.ndarray
+
+    def values(self) -> np.ndarray:
+        return self.classes[self.codes]
+
+
+def classes_of(y: np.ndarray | Coded) -> tuple[np.ndarray, np.ndarray]:
+    """The classes that occur, and the number of each row's among them."""
+    if not isinstance(y, Coded):
+        return _numbered(y) if y.dtype.kind in "iu" and len(y) else np.unique(y, return_inverse=True)
+    occurs = np.bincount(y.codes, minlength=len(y.classes)) > 0
+    if occurs.all():
+        return y.classes, y.codes.astype(np.int64)
+    return y.classes[occurs], (np.cumsum(occurs) - 1)[y.codes]
+
+
+def _numbered(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As np.unique, of whole numbers: by counting where they lie close together, in a third of the memory."""
+    low, high = int(y.min()), int(y.max())
+    if high - low >= 2 * len(y) or not -(2**62) < low <= high < 2**62:
+        return np.unique(y, return_inverse=True)
+    place = y.astype(np.int64) - low
+    occurs = np.bincount(place) > 0
+    return (np.flatnonzero(occurs) + low).astype(y.dtype), (np.cumsum(occurs) - 1)[place]
+
+
 def check_labels(y: np.ndarray) -> None:
-    """Labels given as objects: none missing, and all of them text or all of them numbers."""
+    """Validate labels of object dtype: none missing, and either all text or all numbers."""
     if y.dtype.kind != "O":
         return
     missing = [i for i, label in enumerate(y) if label is None or label != label]
@@ -35,13 +65,17 @@ def check_classes(classes: np.ndarray) -> None:
         )
 
 
-def encode(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Labels to 0..K-1; an error that names the first label never seen."""
+def encode(classes: np.ndarray, y: np.ndarray | Coded) -> np.ndarray:
+    """Class numbers 0..K-1 of labels; a ValueError names the first unseen label."""
+    if isinstance(y, Coded):
+        if np.array_equal(classes, y.classes):
+            return y.codes.astype(np.int64)
+        y = y.values()
     if y.dtype.kind != classes.dtype.kind and (y.dtype.kind in "OUS" or classes.dtype.kind in "OUS"):
         y = y.astype(object)
     try:
         codes = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
-    except TypeError:  # text among numbers or the other way round: in no order, so in none of the classes
+    except TypeError:  # text among numbers or vice versa cannot be ordered, so it is none of the classes
         codes = np.zeros(len(y), dtype=np.int64)
     unseen = np.flatnonzero(classes[codes] != y)
     if len(unseen):
@@ -57,7 +91,7 @@ def encode(classes: np.ndarray, y: np.ndarray) -> np.ndarray:
 def row_weights(
     class_weight: Any, classes: np.ndarray, codes: np.ndarray, sample_weight: np.ndarray | None
 ) -> np.ndarray | None:
-    """sample_weight times class_weight, or None where all are one."""
+    """sample_weight times class_weight; None if all are one."""
     if class_weight is None:
         return sample_weight
     present = np.unique(codes)
@@ -66,5 +100,5 @@ def row_weights(
         class_weight, classes=classes[present], y=classes[codes], sample_weight=sample_weight
     )
     weights = of_class[codes]
-    with np.errstate(over="ignore"):  # what overflows is told of when the scale is checked
+    with np.errstate(over="ignore"):  # `check_scale` reports an overflow
         return weights if sample_weight is None else weights * sample_weight

@@ -4,9 +4,9 @@
     header     JSON: name -> {dtype, shape, data_offsets}, and "__metadata__" -> strings
     data       the arrays, one after the other, little-endian
 
-Written and read here rather than by the `safetensors` package, whose writer leaves temporary files of its own when it
-is killed and reports a full disk without its errno, and whose reader maps the file into memory, where a file that
-is cut while it is read ends the process. Files of either are read by the other.
+Written and read here rather than by the `safetensors` package: its writer leaves temporary files when killed and
+reports a full disk without errno; its reader maps the file into memory, so that truncating a file while it is read
+crashes the process. Each reads the other's files.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PathLike = str | os.PathLike[str]
 
 
 class TensorFileError(ValueError):
-    """A file that is not a whole safetensors file with arrays of `DTYPES`."""
+    """Not a complete safetensors file with arrays of `DTYPES`."""
 
 
 class Place(NamedTuple):
-    """Where in the data an array lies."""
+    """The position of an array in the data."""
 
     name: str
     begin: int
@@ -72,7 +72,7 @@ def save_file(tensors: Mapping[str, Tensor], path: PathLike, metadata: Mapping[s
 
 
 def _write(out: Any, data: bytes | memoryview) -> None:
-    """All of it: an unbuffered write may take a part."""
+    """Write all bytes: an unbuffered write may be partial."""
     rest = memoryview(data)
     while len(rest):
         rest = rest[out.write(rest) :]
@@ -87,7 +87,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_file(path: PathLike) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata, arrays); nothing larger than the file is allocated. `TensorFileError` says what is wrong."""
+    """(metadata, arrays); allocates no more than the file's size. An invalid file raises `TensorFileError`."""
     with open(path, "rb") as source:
         size = os.fstat(source.fileno()).st_size
         header, data_begin = _header(source, size)
@@ -121,7 +121,7 @@ def _header(source: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
 
 
 def parse_json(text: str) -> Any:
-    """JSON as the standard has it: no NaN or infinity, no name twice; ValueError for anything else, also too deep."""
+    """Strict JSON: no NaN or infinity, no repeated names, no excessive nesting; else a ValueError."""
     try:
         return json.loads(text, object_pairs_hook=_each_once, parse_constant=_refused)
     except RecursionError:
@@ -166,7 +166,7 @@ def _item(dtype: str) -> int:
 def _read(source: BinaryIO, place: Place) -> Tensor:
     try:
         tensor = torch.empty(place.shape, dtype=place.dtype)
-    except RuntimeError:  # torch's own words for no memory
+    except RuntimeError:  # torch's message for lack of memory
         raise MemoryError(
             f"Not enough memory for the array {place.name!r}: {place.end - place.begin:,} bytes."
         ) from None

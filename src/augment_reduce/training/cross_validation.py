@@ -1,13 +1,13 @@
-"""The prior's variance and a temperature by cross-validation, where the exact optimum is cheap (`direct`).
+"""Prior variance and temperature by cross-validation, for data with a cheap exact optimum (`direct`).
 
-Folds are solved along a path of variances, each from the last one's solution, and the rows left out are scored. The
-scores of all left-out rows are multiplied by one factor, the inverse temperature, before they are judged: a stronger
-prior with larger scores after it is often better than either alone, and never much worse. The factor is
+Folds are solved along a path of variances, with warm starts, and the left-out rows are scored. The scores of all
+left-out rows are multiplied by one factor, the inverse temperature, before evaluation: a stronger prior with rescaled
+scores is often better than either alone, and never much worse. The factor is
 
     argmin_a  sum_n weight_n (-log p(y_n | a psi_n)) + 2 (log a)^2,
 
-with each row's margin blurred by a normal of the usual kernel width: a handful of rows that are all told apart say
-nothing about how large the scores may become.
+with each row's margin smoothed by a normal of the usual kernel width: a few rows that are all classified correctly do
+not determine the scale of the scores.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import scipy.sparse as sp
 import torch
 from scipy.optimize import minimize_scalar
 
+from ..kernels.rows import Rows, SparseRows
+from ..model.noise import Gumbel
+from ..support.seeds import mix
 from .direct import Basis, Objective, Solution, solve
-from .kernels.rows import Rows, SparseRows
-from .noise import Gumbel
-from .seeds import mix
 
 MOST_FOLDS, LARGEST_HELD_OUT = 10, 0.2
 FOLDS_BUDGET = 16_000_000  # (row, class, feature) triples times folds: about a second
@@ -39,12 +39,12 @@ BLUR, PULL = 1.0, 2.0  # kernel widths; weight of (log a)^2
 
 @dataclass
 class Judged:
-    """One variance: how rows that were left out are predicted, and what leads on from there."""
+    """The result for one variance: losses of left-out rows, and the solutions to start the next one from."""
 
-    losses: np.ndarray  # of each judged row, with the factor
+    losses: np.ndarray  # of each left-out row, with the factor
     factor: float
     solutions: list[Solution]
-    scores: np.ndarray  # (judged rows, K)
+    scores: np.ndarray  # (left-out rows, K)
     labels: np.ndarray
 
 
@@ -60,7 +60,7 @@ class Found:
 
 
 class Path:
-    """The losses of left-out rows as a function of the prior's variance, FIRST_SCALE / length * 2^e."""
+    """Losses of left-out rows as a function of the prior variance, FIRST_SCALE / length * 2^e."""
 
     def __init__(
         self, basis: Basis, order: np.ndarray, labels: np.ndarray, weight: np.ndarray, n_classes: int, seed: int,
@@ -112,7 +112,7 @@ class Path:
         return self.judged[e]
 
     def is_better(self, e: int, than: int) -> bool:
-        """A stronger prior needs no evidence, a weaker one some: its errors are the worse ones."""
+        """A stronger prior needs no evidence, a weaker one some: overfitting is the worse error."""
         gain = self.at(than).losses - self.at(e).losses
         mean = np.average(gain, weights=self.weight)
         if e < than:
@@ -122,7 +122,7 @@ class Path:
         return bool(mean > max(WORTH, EVIDENCE * deviation / math.sqrt(rows)))
 
     def search(self) -> tuple[Found, Judged | None]:
-        """Up or down by factors of four while that is better, then by one of two."""
+        """Up or down by factors of four while the loss improves, then by one factor of two."""
         if not len(self.weight):
             return Found(self.variance(0), 1.0, math.nan, 0, "no class has rows to train on and rows to judge by"), None
         step, e = (2 if self.is_better(2, 0) else -2), 0
@@ -136,7 +136,7 @@ class Path:
 
 
 def canonical_order(X: Rows, rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
-    """By label, then by a random projection: so folds do not depend on the order of rows, or on units."""
+    """Sort by label, then by a random projection: folds do not depend on the order of rows or on units."""
     direction = np.random.Generator(np.random.PCG64(mix(seed, 20, 0))).standard_normal(X.n_features)
     if isinstance(X, SparseRows):
         matrix = sp.csr_matrix((X.values, X.indices, X.indptr), shape=(X.n_rows, X.n_features), copy=False)
@@ -145,13 +145,13 @@ def canonical_order(X: Rows, rows: np.ndarray, labels: np.ndarray, seed: int) ->
 
 
 def n_folds_for(basis: Basis, n_classes: int) -> int:
-    """As many as the budget has room for; 1: one part is held out, once."""
+    """As many as the budget allows; 1: a single held-out part."""
     N, R = basis.Z.shape
     return int(min(MOST_FOLDS, N, max(1, FOLDS_BUDGET // (N * n_classes * (R + 20)))))
 
 
 def _repeated(order: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in that order with their weights; a row whose weight is a whole number is so many rows of weight one."""
+    """Rows in that order with their weights; a row of integer weight w becomes w rows of weight one."""
     times = weight[order]
     if (times == np.round(times)).all() and times.sum() <= 2 * len(times) + 100:
         row = np.repeat(order, times.astype(np.int64))
@@ -160,7 +160,7 @@ def _repeated(order: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
-    """Round robin over rows sorted by label: every class is in as many folds as it can be."""
+    """Round robin over rows sorted by label: every class is in as many folds as possible."""
     start = seed % max(1, n_folds)
     if n_folds > 1:
         return (np.arange(n) + start) % n_folds

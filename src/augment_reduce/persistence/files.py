@@ -1,9 +1,9 @@
-"""Model files: one safetensors file, its description as JSON in the header; no pickle, written whole or not at all.
+"""Model files: one safetensors file, its description as JSON in the header; no pickle, written atomically.
 
 The header holds `format`, `version`, `description` (JSON: parameters, clock, names of things) and `sha256`, which
-covers the description and the bytes of every tensor. A file that was cut off, edited or written by another format
-version is refused with a sentence that says so. The checksum finds damage, not intent: anybody can compute it, so
-`saving` checks what the file says all the same.
+covers the description and the bytes of every tensor. A truncated or edited file, or one of another format version,
+is refused with a message that says so. The checksum detects damage, not malice: anybody can compute it, so the contents
+are validated all the same (`model_checks`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .atomic import replaced_atomically
+from ..support.atomic import replaced_atomically
 from .tensor_file import DTYPES, TensorFileError, parse_json, read_file, save_file
 
 FORMAT = "augment-reduce model"
@@ -48,7 +48,7 @@ def save_model(path: str | os.PathLike[str], description: dict[str, Any], tensor
 
 
 def load_model(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a file written by `save_model`; `ModelFileError` says what is wrong with any other."""
+    """Read a file written by `save_model`; any other raises `ModelFileError`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No model file at {path}.")
@@ -118,7 +118,7 @@ def pack_names(prefix: str, names: np.ndarray) -> dict[str, Tensor]:
 
 
 def _stored_dtype(dtype: np.dtype) -> torch.dtype | None:
-    """How numbers of that dtype are stored: as they are, or bool and unsigned ones as whole numbers of torch's."""
+    """The dtype in which names of that dtype are stored: bool and unsigned ones as integers that torch has."""
     if dtype.kind == "b":
         return torch.uint8
     if dtype.kind == "u" and dtype.itemsize > 1:
@@ -127,8 +127,8 @@ def _stored_dtype(dtype: np.dtype) -> torch.dtype | None:
 
 
 def unpack_names(prefix: str, tensors: dict[str, Tensor], dtype: str) -> np.ndarray:
-    """The array that `pack_names` was given, with its numpy dtype (of text the kind). ValueError, naming the entry, for
-    tensors that it cannot have written."""
+    """The inverse of `pack_names`, with the original numpy dtype (of text, its kind). Tensors that `pack_names` cannot
+    have written raise a ValueError that names the entry."""
     if f"{prefix}.values" in tensors:
         return _unpack_numbers(f"{prefix}.values", tensors[f"{prefix}.values"], dtype)
     if not TEXT_DTYPE.fullmatch(dtype):

@@ -1,13 +1,12 @@
-"""What a model file may say, before anything of it is used: every entry by itself, then each against the others.
+"""Validation of model files before use: every entry by itself, then entries against each other.
 
-Every error is a ValueError that begins with the name of the entry. What a range promises is that the file cannot make
-us read outside an array, allocate more than a small multiple of its size, or start training from numbers that no fit
-leaves; whether the model is a good one it cannot promise.
+Every error is a ValueError that begins with the name of the entry. A valid file cannot cause reads outside an array,
+allocations beyond a small multiple of its size, or training from a state that no fit produces. Whether the model is a
+good one cannot be checked.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,26 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import layout
-from .defaults import LOCAL_STEPS, Shape, resolve
-from .edge import check_parameters
+from ..config.defaults import LOCAL_STEPS, Shape, resolve
+from ..config.validation import check_parameters
+from ..local.remembered import LocalStep
+from ..model.noise import resolve_noise
+from ..optim import Adam, RowOptimizer
+from ..sampling import SAMPLERS, ClassSampler
+from ..support import layout
+from ..support.layout import Entry, Layout, LayoutError
+from ..training.looks import MOST_ROWS
+from ..training.loop import HISTORY, SECONDS, Plan
 from .encoding import OURS
 from .files import unpack_names
-from .layout import Entry, Layout, LayoutError
-from .local import LocalStep
-from .looks import MOST_ROWS
-from .noise import resolve_noise
-from .optim import Adam, RowOptimizer
-from .sampler import SAMPLERS, ClassSampler
-from .training import HISTORY, SECONDS, Plan
 
-LARGEST = 2**53  # of what is counted: whole numbers that a float64 has
+LARGEST = 2**53  # largest count: integers that float64 represents exactly
 MOST_STEPS = 2**50
-BEST = ("best.weight", "best.bias")  # only where early stopping was interrupted: else they are the weights
+BEST = ("best.weight", "best.bias")  # only if early stopping was interrupted; else the weights are the best ones
 MAY_BE_NAN = ("bound", "validation_log_likelihood", "bound_gap", "training_log_likelihood")
-FIRST_HISTORY = HISTORY[:7]  # the columns of the first release; those that come later may be missing
+FIRST_HISTORY = HISTORY[:7]  # the columns of the first release; later ones may be missing
 
-Check = tuple[Callable[[Any], bool], str]  # of a value, and what was expected
+Check = tuple[Callable[[Any], bool], str]  # (is the value valid?, description of the expected values)
 
 
 def _whole(high: int) -> Callable[[Any], bool]:
@@ -55,7 +54,7 @@ def _are_weights(value: Any) -> bool:
 
 
 def _is_plan(value: Any) -> bool:
-    """As `Plan`: at least one iteration between records and between bounds; 0 for looks that are not taken."""
+    """Valid arguments of `Plan`: at least 1 iteration between records and between bounds; 0: no evaluations."""
     if value is None:
         return True
     if not isinstance(value, list) or len(value) != len(Plan._fields) or not all(map(_whole(LARGEST), value)):
@@ -121,7 +120,7 @@ DESCRIPTION: dict[str, Check] = {
     "training_seconds": (lambda value: value is None or (_is_number(value) and value >= 0), "a number >= 0 or null"),
     "fit_seconds": (_are_seconds, f"seconds by {', '.join(SECONDS)}"),
 }
-LATER: dict[str, Any] = {  # the first files lack these
+LATER: dict[str, Any] = {  # missing in the first files
     "stream_steps": 0,
     "best_validation": None,
     "without_gain": 0,
@@ -135,7 +134,7 @@ LATER: dict[str, Any] = {  # the first files lack these
     "training_seconds": None,
     "fit_seconds": {},
 }
-PARAMETERS: dict[str, Check] = {  # what `check_parameters` and `resolve` do not look at
+PARAMETERS: dict[str, Check] = {  # not checked by `check_parameters` and `resolve`
     "early_stopping": (_is_flag, "true or false"),
     "warm_start": (_is_flag, "true or false"),
     "tol": (lambda value: type(value) in (int, float), "a number"),
@@ -149,7 +148,7 @@ PARAMETERS: dict[str, Check] = {  # what `check_parameters` and `resolve` do not
 
 
 def check_description(description: dict[str, Any]) -> None:
-    """Every entry of the description by itself."""
+    """Validate every entry of the description by itself."""
     for name in description.keys() - DESCRIPTION.keys():
         raise ValueError(f"description: expected no entry {name[:60]!r}, found one")
     for name, (fits, expected) in DESCRIPTION.items():
@@ -160,7 +159,7 @@ def check_description(description: dict[str, Any]) -> None:
 
 
 def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], parameters: dict[str, Any]) -> None:
-    """A checked description, arrays and parameters against each other."""
+    """Validate a checked description, arrays and parameters against each other."""
     weight = tensors.get("weight")
     if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.float64) or len(weight) < 2:
         found = "none" if weight is None else f"shape {tuple(weight.shape)} of {weight.dtype}"
@@ -195,7 +194,7 @@ def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], p
 
 
 def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The arrays by what stands before the first dot of their names."""
+    """The arrays, grouped by the part of their names before the first dot."""
     groups: dict[str, dict[str, Tensor]] = {"": {}}
     for name, tensor in tensors.items():
         prefix, dot, _ = name.partition(".")
@@ -219,22 +218,21 @@ def check_counts(tensors: Mapping[str, Tensor], rows_seen: int) -> None:
 
 
 def check_parameter_values(parameters: dict[str, Any], K: int, D: int, rows_seen: int) -> None:
-    """As `fit` would look at them, and that they make sense together."""
+    """Validate parameters as `fit` does, and in combination."""
     for name, (fits, expected) in PARAMETERS.items():
         if not fits(parameters[name]):
             raise ValueError(f"{name}: expected {expected}, found {_shown(parameters[name])}")
     noise = resolve_noise(parameters["model"])
     check_parameters(parameters, noise)
     n_rows = max(1, rows_seen)
-    own = {"class_sampling": copy.copy(parameters["class_sampling"])}  # `resolve` tells a sampler how many classes
-    resolve(parameters | own, noise, Shape(n_rows, D, K, n_nonzero=n_rows), torch.float32)
+    resolve(parameters, noise, Shape(n_rows, D, K, n_nonzero=n_rows), torch.float32)
 
 
 def check_states(
     groups: dict[str, dict[str, Tensor]], optimizer: Any, sizes: dict[str, int], weights: torch.dtype
 ) -> None:
-    """None where no steps were taken; else one or two numbers for each weight, or one for each row of weights; as many
-    for each bias."""
+    """Optimiser state: none if no steps were taken; else one or two numbers per weight, or one per row of weights; the
+    same for biases."""
     of_weights, of_biases = groups.pop("weight_state", {}), groups.pop("bias_state", {})
     n = len(of_weights)
     if not 0 <= n <= 2 or len(of_biases) != n:
@@ -247,7 +245,7 @@ def check_states(
         ("weight_state", of_weights, ("K",) if rowwise else ("K", "D")),
         ("bias_state", of_biases, ("K",)),
     ):
-        # Sums of squares; only the first of Adam's two, a mean of gradients, may be negative.
+        # Sums of squares; only Adam's first state, a mean of gradients, may be negative.
         low = [-math.inf if own_rule or (n == Adam().n_states and i == 0) else 0.0 for i in range(n)]
         layout.check(found, {f"{kind}.{i}": Entry("weights", shape, low[i]) for i in range(n)}, sizes, weights)
 
@@ -275,7 +273,7 @@ def check_history(columns: Mapping[str, Tensor], steps: int, weights: torch.dtyp
 def check_names(
     groups: dict[str, dict[str, Tensor]], tensors: Mapping[str, Tensor], dtype: str, sizes: dict[str, int]
 ) -> None:
-    """A name for each class, in their order; for each feature, or for none."""
+    """Names for all classes, in order; for all features or none."""
     expected = ("values",) if "classes.values" in tensors else ("text", "ends")
     classes = unpack_names("classes", dict(tensors), dtype)
     _only("classes", groups.pop("classes", {}), expected)
@@ -299,8 +297,8 @@ def check_kept(
     prefix: str, found: Mapping[str, Tensor], own: LocalStep | ClassSampler | None, known: Iterable[Any],
     sizes: dict[str, int], weights: torch.dtype,
 ) -> None:  # fmt: skip
-    """What a local step or a sampler keeps: as one of ours says (it need not be the one that will be used next, which
-    looks for what is its own), or as a user's own says; what that says nothing about is left to it."""
+    """State of a local step or a sampler: it has to match the layout of one of the library's (not necessarily the one
+    used next, which takes what is its own), or of the user's own; a user's step without a layout checks it itself."""
     if not found:
         return
     named = {name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()}

@@ -1,13 +1,13 @@
-"""How large the scores of another noise's model are beside a softmax's, on the same rows.
+"""The scale of the scores of a model with another noise, relative to softmax's on the same rows.
 
 The search for a prior fits softmax models, which are cheap. A probit or a logistic model of the same rows has about the
-same scores times a factor, and a prior variance times its square. The factor depends on the data: two classes that
-differ little ask for the ratio of the noises' deviations, many classes with large margins ask for less of a noise with
-light tails. So it is measured, on the scores psi of rows that were left out:
+same scores times a factor, and a prior variance times its square. The factor depends on the data: for two classes with
+small margins it is the ratio of the noises' standard deviations; for many classes with large margins it is smaller for
+noises with light tails. So it is measured, on the scores psi of left-out rows:
 
     rho = a(noise) / a(Gumbel),   a(noise) = argmax_a  sum_n log p_noise(y_n | a psi_n)
 
-with a pull of (log rho)^2 towards the ratio of the deviations, which decides where rows are few.
+with a penalty (log rho)^2 towards the ratio of the deviations, which dominates if rows are few.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from . import quadrature
-from .defaults import relative_variance
-from .mode_grid import ModeGrid
-from .noise import Gumbel, Noise
+from ..config.defaults import relative_variance
+from ..model import quadrature
+from ..model.mode_grid import ModeGrid
+from ..model.noise import Gumbel, Noise
 
 # Most rows, fewest rows, (row, class) pairs. Noises that are not smooth and log-concave need an adaptive quadrature.
 SMOOTH, ANY = (300, 30, 200_000), (40, 10, 6_000)
 PULL = 2.0  # weight of (log rho - log of the ratio of deviations)^2, in rows' nats
-NEAR, FAR = 0.05, 8.0  # precision of a factor; the furthest from where it is expected
+NEAR, FAR = 0.05, 8.0  # precision of a factor; largest distance from its expected value
 
 
 def expected_scale(noise: Noise) -> float:
-    """rho where nothing is known of the data."""
+    """rho without data."""
     return math.sqrt(relative_variance(noise))
 
 
 def relative_scale(noise: Noise, psi: np.ndarray, labels: np.ndarray) -> float:
     """rho, from scores (N, K) of a softmax for rows that it was not fitted to, and their labels."""
     expected = expected_scale(noise)
-    if noise.name == Gumbel().name or not len(labels):
+    if noise.conjugate or not len(labels):
         return expected
     most, fewest, pairs = SMOOTH if noise.smooth_log_concave else ANY
     n = min(len(labels), most, max(fewest, pairs // psi.shape[1]))
@@ -49,7 +49,7 @@ def relative_scale(noise: Noise, psi: np.ndarray, labels: np.ndarray) -> float:
 
 
 def _best_scale(noise: Noise, psi: Tensor, labels: Tensor, expected: float, pull: float) -> float:
-    grid = ModeGrid(noise) if noise.smooth_log_concave and noise.name != Gumbel().name else None
+    grid = ModeGrid(noise) if noise.smooth_log_concave and not noise.conjugate else None
 
     def loss(log_ratio: float) -> float:
         scaled = psi * (expected * math.exp(log_ratio))

@@ -7,6 +7,7 @@ docs/benchmarks.md: steps at the least, looks at the most.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -16,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import bounds, predict, quadrature
-from .defaults import Settings
-from .sampler import AllClasses, Minibatch, Sampled
-from .scores import score
-from .training import Plan
-from .vem import Problem, State, as_minibatch
+from ..config.defaults import Settings
+from ..kernels.threads import num_threads
+from ..model import bounds, predict, quadrature
+from ..sampling import Minibatch, Sampled
+from ..sharding import Partition
+from ..support.finite import check_finite
+from .loop import Plan
+from .step import Problem, State, as_minibatch
 
 if TYPE_CHECKING:
-    from .fitting import Fitted, TrainingRows
+    from .fit import Fitted, TrainingRows
 
 VALIDATION_PAIRS = 50_000_000  # (row, class) pairs of one look at the validation rows
 GAP_PAIRS = 2_000_000  # and of one at the bound's gap: what has to be kept in memory
@@ -33,7 +36,7 @@ CHEAP = 0.05  # seconds of a look that is taken at the end of any fit
 MOST_LOOKS, MOST_ROWS, ENOUGH_ROWS, FEWEST_ROWS = 20, 256, 32, 8
 
 # Seconds
-A_STEP, A_COMPILED_STEP = 5e-4, 3e-5  # whatever its size
+A_STEP = 3e-4  # whatever its size
 AN_ENTRY = 5e-10  # of a pair and a non-zero of its row: score and gradient
 A_PAIR = {"softmax": 1e-8, "probit": 6e-8, "logistic": 6e-8}  # of a row and a class, besides
 A_FITTED_PAIR = 4e-7  # where q is fitted anew, and the noise is not softmax's
@@ -74,9 +77,12 @@ def looks_at_gap(problem: Problem, settings: Settings, n_iter: int) -> tuple[int
         rows = int(min(most, max(0.0, budget / n_looks - fixed) / each))
         if rows >= min(most, ENOUGH_ROWS):
             return n_looks, rows
-    rows = max(rows, min(most, FEWEST_ROWS))
-    affordable = int(max(budget, CHEAP) / (fixed + rows * each))
-    return (min(2, affordable), rows) if affordable else (0, 0)
+    budget = max(budget, CHEAP)
+    for n_looks in (2, 1):
+        rows = int(min(most, max(0.0, budget / n_looks - fixed) / each))
+        if rows >= min(most, FEWEST_ROWS):
+            return n_looks, rows
+    return 0, 0
 
 
 def seconds_of_step(problem: Problem, settings: Settings) -> float:
@@ -86,26 +92,38 @@ def seconds_of_step(problem: Problem, settings: Settings) -> float:
     a_pair = A_PAIR.get(noise, OTHER_PAIR)
     if problem.local is not None and problem.local.takes_halves and noise != "softmax":
         a_pair = max(a_pair, A_FITTED_PAIR)
-    fixed = A_COMPILED_STEP if problem.may_compile and not problem.sampler.shares else A_STEP
-    fixed = fixed if noise in A_PAIR else OTHER_STEP
+    fixed = A_STEP if noise in A_PAIR else OTHER_STEP
     return fixed + pairs * (a_pair + AN_ENTRY * X.n_nonzero / max(1, X.n_rows))
 
 
 def validation_look(problem: Problem, state: State, rows: TrainingRows, held_out: np.ndarray) -> Callable[[], float]:
     """Mean log likelihood of the held-out rows (of as many as are affordable), exact."""
-    K = len(state.parameters.bias)
+    K = problem.sampler.n_classes
     looked_at = held_out[: max(100, VALIDATION_PAIRS // K)]
     codes = torch.from_numpy(rows.codes[looked_at].astype(np.int64, copy=False))
     weight = None if rows.weight is None else rows.weight[looked_at]
-    all_classes = torch.arange(K)
 
-    def scores_of(begin: int, end: int) -> Tensor:
-        parameters = state.parameters
-        return problem.kernels.shared_scores(
-            problem.X, looked_at[begin:end], all_classes, parameters.weight, parameters.bias
-        )
+    def look() -> float:
+        with in_order(problem.partition):
+            found = predict.log_likelihood(
+                problem.noise, lambda begin, end: scores_of_all(problem, state, looked_at[begin:end]), codes, K
+            )
+        return float(np.average(found.numpy(), weights=weight))
 
-    return lambda: float(np.average(predict.log_likelihood(problem.noise, scores_of, codes, K).numpy(), weights=weight))
+    return look
+
+
+def scores_of_all(problem: Problem, state: State, rows: np.ndarray) -> Tensor:
+    """psi (B, K), on every rank those of all classes."""
+    parameters = state.parameters
+    here = torch.arange(len(parameters.bias))
+    psi = problem.kernels.shared_scores(problem.X, rows, here, parameters.weight, parameters.bias)
+    return psi if problem.partition is None else problem.partition.whole_columns(psi)
+
+
+def in_order(partition: Partition | None) -> contextlib.AbstractContextManager[None]:
+    """Blocks of rows one after the other, where each is gathered from all ranks."""
+    return contextlib.nullcontext() if partition is None else num_threads(1)
 
 
 def bound_gap_look(
@@ -113,24 +131,22 @@ def bound_gap_look(
 ) -> Callable[[], tuple[float, float]]:  # fmt: skip
     """On fixed training rows: log p minus the full-sum bound with their stored q, which is how much the bound gives
     away, and log p."""
-    K = len(state.parameters.bias)
     rows = active[np.linspace(0, len(active) - 1, n_rows).astype(np.int64)]
     index = torch.from_numpy(rows)
     labels = problem.labels[index]
-    everything = AllClasses().bind(np.ones(K), problem.kernels.draw_without_replacement)
 
     def look() -> tuple[float, float]:
-        dtype = state.parameters.weight.dtype
-        sampled = everything.draw(labels, K, generator=torch.Generator(), dtype=dtype)
-        scored = score(problem.kernels, problem.X, rows, labels, sampled, state.parameters)
-        gap = scored.gap.to(torch.float64)
+        psi = scores_of_all(problem, state, rows)
+        check_finite(psi)
+        psi_y = psi.gather(1, labels[:, None])
+        gap = (psi - psi_y).scatter_(1, labels[:, None], -torch.inf).to(torch.float64)
         if problem.local is None:
             bound = bounds.one_vs_each(gap, gap.new_zeros(()))
             visited = torch.ones(len(rows), dtype=torch.bool)
         else:
             minibatch = as_minibatch(problem, state, rows, labels)
             halves = halves_to_look_with(problem, minibatch) if problem.local.takes_halves else None
-            bound = problem.local.bound_on_all(minibatch, scored.psi_y, state.local, problem.noise, gap, halves)
+            bound = problem.local.bound_on_all(minibatch, psi_y[:, 0], state.local, problem.noise, gap, halves)
             visited = ~problem.local.unvisited(state.local, index)
         log_p = quadrature.log_likelihood(problem.noise, gap.scatter(1, labels[:, None], 0.0), labels)
         gap_there = float((log_p - bound)[visited].mean()) if visited.any() else math.nan

@@ -1,10 +1,10 @@
-"""What of an estimator goes into its file, and how it comes back: all parameters, all arrays, the clock, the names.
+"""Save and load an estimator: its parameters, arrays, clock and names.
 
-Parameters are JSON (`encoding`); an object of the user's own class cannot be, and is given again to `load`. What
-belongs to the machine (`FROM_THE_LOADER`) is neither written nor taken from a file.
+Parameters are stored as JSON (`encoding`). Objects of user-defined classes cannot be; they are passed again to `load`.
+Settings of the machine (`FROM_THE_LOADER`) are neither stored nor read.
 
-A file may come from anywhere, and its checksum can be made by anybody: nothing of it is used before `model_checks` has
-looked at all of it. `save` runs the same checks on what it is about to write, so that what was saved can be loaded.
+A file may come from anywhere, and anybody can compute its checksum: `model_checks` validates all of it before use.
+`save` runs the same checks before writing, so that whatever was saved can be loaded.
 """
 
 from __future__ import annotations
@@ -15,35 +15,54 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from ._version import __version__
-from .atomic import target_of
-from .cross_validation import Found
+from .._version import __version__
+from ..config.features import FeatureScaling
+from ..kernels.protocol import Parameters
+from ..local.remembered import Clock
+from ..sharding import Partition
+from ..support.atomic import target_of
+from ..training.cross_validation import Found
+from ..training.fit import TORN, Fitted
+from ..training.loop import HISTORY, Plan, Window
 from .encoding import EncodingError, decode, encode
-from .features import FeatureScaling
 from .files import ModelFileError, load_model, pack_names, save_model, unpack_names
-from .fitting import TORN, Fitted
-from .kernels.reference import Parameters
-from .local import Clock
 from .model_checks import BEST, LATER, check_contents, check_description
-from .training import HISTORY, Plan, Window
 
-if TYPE_CHECKING:
-    from .estimator import AugmentReduceClassifier
+FROM_THE_LOADER = ("n_jobs", "device", "process_group", "sync")
+GIVEN_AGAIN = ("model", "optimizer", "local_step", "class_sampling")  # may be user-defined objects
 
-FROM_THE_LOADER = ("n_jobs", "device")
-GIVEN_AGAIN = ("model", "optimizer", "local_step", "class_sampling")  # may be objects of the user's own
+
+class Estimator(Protocol):
+    """What of an estimator this module reads and writes."""
+
+    classes_: np.ndarray
+    n_features_in_: int
+    feature_names_in_: np.ndarray
+    _fitted: Fitted
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]: ...
+    @classmethod
+    def _get_param_names(cls) -> list[str]: ...
+    def _publish(self) -> None: ...
+    def sparsify(self) -> Any: ...
+
+
+Loaded = TypeVar("Loaded", bound=Estimator)
 
 
 # ---- save ----
 
 
-def save(estimator: AugmentReduceClassifier, path: str | os.PathLike[str]) -> None:
-    target_of(path)  # a folder, a folder that is not there: before any work
+def save(estimator: Estimator, path: str | os.PathLike[str]) -> None:
+    target_of(path)  # refuses folders and missing folders before any work
     description, tensors = contents(estimator)
     own = {name: getattr(estimator, name) for name in GIVEN_AGAIN if "object" in _table(description, name)}
     try:
@@ -63,19 +82,19 @@ def _table(description: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def contents(estimator: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the arrays of a fitted estimator."""
     fitted: Fitted = estimator._fitted
     weight = (
         fitted.parameters.weight if fitted.sparse_weight is None else torch.from_numpy(fitted.sparse_weight.toarray())
     )
     tensors = {
-        "weight": weight,
-        "bias": fitted.parameters.bias,
+        "weight": weight.cpu(),
+        "bias": fitted.parameters.bias.cpu(),
         "class_counts": torch.from_numpy(fitted.class_counts),
         "feature_counts": torch.from_numpy(fitted.feature_counts),
-        **{f"weight_state.{i}": s for i, s in enumerate(fitted.parameters.weight_state)},
-        **{f"bias_state.{i}": s for i, s in enumerate(fitted.parameters.bias_state)},
+        **{f"weight_state.{i}": s.cpu() for i, s in enumerate(fitted.parameters.weight_state)},
+        **{f"bias_state.{i}": s.cpu() for i, s in enumerate(fitted.parameters.bias_state)},
         **{f"local.{name}": value for name, value in fitted.local.items()},
         **{f"sampler.{name}": value for name, value in fitted.sampler.items()},
         **{f"history.{name}": torch.tensor(fitted.run.history[name], dtype=torch.float64) for name in HISTORY},
@@ -99,7 +118,7 @@ def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[s
         "without_gain": fitted.run.without_gain,
         "sparse": fitted.sparse_weight is not None,
         "torn": fitted.torn,
-        "plan": fitted.run.plan,  # of a fit that was cut short, as is the window
+        "plan": fitted.run.plan,  # of an interrupted fit, like the window
         "window": [fitted.run.window.bound.hex(), fitted.run.window.rows, fitted.run.window.floor_hits],
         "factor": fitted.factor,
         "found": None if fitted.found is None else encode_found(fitted.found),
@@ -113,23 +132,46 @@ def contents(estimator: AugmentReduceClassifier) -> tuple[dict[str, Any], dict[s
     return description, tensors
 
 
+def gathered(fitted: Fitted) -> Fitted:
+    """A model of all classes on the first rank, from what each rank has; of the others nothing is kept."""
+    partition, parameters = fitted.partition, fitted.parameters
+    assert partition is not None
+    if fitted.sparse_weight is not None:
+        parameters = replace(parameters, weight=torch.from_numpy(fitted.sparse_weight.toarray()))
+    whole_of, best = partition.whole_on_first, fitted.run.best_parameters
+    whole = Parameters(
+        whole_of(parameters.weight), whole_of(parameters.bias), [whole_of(each) for each in parameters.weight_state],
+        [whole_of(each) for each in parameters.bias_state],
+    )  # fmt: skip
+    run = replace(fitted.run, best_parameters=best and (whole_of(best[0]), whole_of(best[1])))
+    sparse = None if fitted.sparse_weight is None else sp.csr_matrix(whole.weight.numpy())
+    return replace(fitted, parameters=whole, sparse_weight=sparse, run=run, partition=None, class_mean=None)
+
+
+def shared_out(fitted: Fitted, partition: Partition) -> None:
+    """Of a model of all classes keep the rows of this rank."""
+    own, parameters = partition.own, fitted.parameters
+    fitted.parameters = Parameters(
+        own(parameters.weight), own(parameters.bias), [own(each) for each in parameters.weight_state],
+        [own(each) for each in parameters.bias_state],
+    )  # fmt: skip
+    if fitted.sparse_weight is not None:
+        fitted.sparse_weight = partition.shard.of(fitted.sparse_weight)
+        fitted.parameters.weight = parameters.weight
+    if fitted.run.best_parameters is not None:
+        fitted.run.best_parameters = (own(fitted.run.best_parameters[0]), own(fitted.run.best_parameters[1]))
+    fitted.partition = partition
+
+
 # ---- load ----
 
 
-def load(
-    cls: type[AugmentReduceClassifier], path: str | os.PathLike[str], objects: dict[str, Any]
-) -> AugmentReduceClassifier:
+def load(cls: type[Loaded], path: str | os.PathLike[str], objects: dict[str, Any]) -> Loaded:
     names = cls._get_param_names()
     for name in objects:
         if name not in names:
             raise TypeError(f"{name!r} is no parameter of {cls.__name__}; expected some of {', '.join(names)}.")
-    description, tensors = load_model(path)
-    try:
-        check_description(description)
-        parameters = _parameters(cls, description["parameters"], objects)
-        check_contents(description, tensors, parameters)
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        raise ModelFileError(f"{path}: {str(error).removesuffix('.')}.") from error
+    description, tensors, parameters = _checked(cls, path, objects)
     estimator = cls(**parameters | objects)
     estimator.classes_ = unpack_names("classes", tensors, description["classes_dtype"])
     estimator.n_features_in_ = description["n_features"]
@@ -140,10 +182,34 @@ def load(
     return estimator.sparsify() if description["sparse"] else estimator
 
 
-def _parameters(cls: type[AugmentReduceClassifier], found: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """All parameters that a file has, those of `GIVEN_AGAIN` as the loader gives them; else the constructor's defaults.
+def load_fitted(estimator: Estimator, path: str | os.PathLike[str]) -> Fitted:
+    """The training state of a file that `save` wrote for an estimator of these very parameters and classes."""
+    own = {name: getattr(estimator, name) for name in GIVEN_AGAIN}
+    description, tensors, _ = _checked(type(estimator), path, own)
+    classes = unpack_names("classes", tensors, description["classes_dtype"])
+    if not np.array_equal(classes, estimator.classes_):
+        raise ModelFileError(f"{path}: expected the classes of this fit, found others.")
+    return _fitted(LATER | description, tensors)
 
-    What else the loader gives is not the file's, and looked at by `fit`.
+
+def _checked(
+    cls: type[Estimator], path: str | os.PathLike[str], objects: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """(description, arrays, parameters) of a file, validated."""
+    description, tensors = load_model(path)
+    try:
+        check_description(description)
+        parameters = _parameters(cls, description["parameters"], objects)
+        check_contents(description, tensors, parameters)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ModelFileError(f"{path}: {str(error).removesuffix('.')}.") from error
+    return description, tensors, parameters
+
+
+def _parameters(cls: type[Estimator], found: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    """The file's parameters, those of `GIVEN_AGAIN` as passed to `load`; the constructor's defaults for all others.
+
+    Other parameters passed to `load` are validated by `fit`.
     """
     signature = inspect.signature(cls).parameters
     defaults = {name: signature[name].default for name in cls._get_param_names()}
@@ -195,7 +261,7 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
 
 
 def encode_found(found: Found) -> dict[str, Any]:
-    """JSON has no NaN: where nothing was judged the loss is null."""
+    """JSON has no NaN: the loss is null if nothing was evaluated."""
     loss = found.loss if math.isfinite(found.loss) else None
     numbers = {name: float(getattr(found, name)) for name in ("variance", "factor", "rate", "noise_scale")}
     return vars(found) | numbers | {"loss": loss}

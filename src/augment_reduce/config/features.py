@@ -1,46 +1,49 @@
-"""Units of the features: what the rules for rates and priors need to know of X, and what makes a fit equivariant.
+"""Feature scaling: makes a fit independent of the units of X, and learning rates and priors comparable.
 
-A fit sees (x - centre) / scale in place of x. Multiplying a column by a constant, or moving a dense one, changes
-nothing that the fit sees; what it learns is returned in the units of X (`outer`).
+A fit is trained on (x - centre) / scale. Multiplying a column by a constant, or adding one to a dense column, does not
+change that; the coefficients are converted back to the units of X (`to_original`).
 
-A column that has one value in at least half of the rows (zero, as a rule: sparse rows, counts, indicators, pixels) has
-that value as its centre, so that it stays sparse, and as its scale the root mean square of the other values' distances
-from it. Any other column has its mean and its standard deviation.
+If a column has one value in at least half of the rows (usually zero: sparse rows, counts, indicators, pixels), that
+value is its centre, so that it stays sparse, and its scale is the root mean square distance of the other values from
+it. Any other column is standardised by its mean and standard deviation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.rows import DenseRows, Rows, SparseRows
+from ..kernels.rows import DenseRows, MappedRows, Rows, SparseRows
 
-ROWS_AT_ONCE = 1 << 20  # numbers of a block of dense rows
+ROWS_AT_ONCE = 1 << 20  # numbers in a block of dense rows
 ROWS_FOR_MEDIANS = 10_000
-ALIKE = 10.0  # factor between scales that are taken to be in the same unit
-MOSTLY = 0.9  # share of the values (of columns) that has to be alike for one unit
+SAME_UNIT_FACTOR = 10.0  # scales within this factor of the median count as one unit
+SAME_UNIT_SHARE = 0.9  # share of the active values that has to be in one unit for a common scale
 
 
 @dataclass(frozen=True)
 class FeatureScaling:
-    """x -> (x - centre) / scale; the centre is zero for sparse rows."""
+    """The map x -> (x - centre) / scale; the centre is zero for sparse rows."""
 
     centre: np.ndarray  # (D,) float64
     scale: np.ndarray  # (D,) float64, positive
-    activity: np.ndarray  # (D,) share of the rows that are not at the centre
+    activity: np.ndarray  # (D,) share of the rows whose value is not the centre
 
     @classmethod
     def of(
         cls, X: Rows, rows: np.ndarray, weight: np.ndarray | None = None, *, centred: bool = True, pooled: bool = True
     ) -> FeatureScaling:  # fmt: skip
-        """Of these rows; a row of weight 2 is two rows. `centred=False` leaves zero where it is, `pooled=False` gives
-        every column a scale of its own."""
-        of_row = np.ones(len(rows)) if weight is None else weight[rows] / weight[rows].max()
-        peak, total = _peak(X.values), of_row.sum()
+        """The scaling of these rows; a row of weight 2 counts as two rows. `centred=False`: all centres are zero.
+        `pooled=False`: every column has its own scale."""
+        if weight is not None:
+            of_row = weight[rows] / weight[rows].max()
+        else:
+            of_row = np.broadcast_to(1.0, len(rows)) if isinstance(X, MappedRows) else np.ones(len(rows))
+        peak, total = X.largest() or 1.0, of_row.sum()
         if isinstance(X, SparseRows):
             squares, active = _moments_of_sparse(X, rows, of_row, peak)
             return cls(np.zeros(X.n_features), peak * _units(squares, active, pooled), active / total)
@@ -59,7 +62,7 @@ class FeatureScaling:
         return bool((self.scale == 1.0).all() and not self.centre.any())
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """For a model file."""
+        """The arrays that a model file stores."""
         return {prefix + name: torch.from_numpy(array) for name, array in vars(self).items()}
 
     @classmethod
@@ -70,13 +73,15 @@ class FeatureScaling:
         return bool(np.abs(self.scale / other.scale - 1.0).max(initial=0.0) > 1e-9)
 
     def in_one_unit(self) -> FeatureScaling:
-        """The same with one scale, the median, for all columns."""
+        """The same with the median scale for all columns."""
         return FeatureScaling(self.centre, np.full_like(self.scale, np.median(self.scale)), self.activity)
 
     def apply(self, X: Rows, dtype: np.dtype) -> Rows:
-        """X as the fit sees it: a copy of the values, or X where nothing changes."""
-        if self.is_identity and X.values.dtype == dtype:
+        """Scaled X; X itself if nothing changes."""
+        if self.is_identity and X.dtype == dtype:
             return X
+        if isinstance(X, MappedRows):  # divided whenever they are loaded
+            return replace(X, scale=self.scale)
         if isinstance(X, SparseRows):
             return SparseRows(X.indptr, X.indices, self.of_entries(X.indices, X.values, dtype), X.n_features)
         out = np.empty(X.values.shape, dtype)
@@ -85,7 +90,7 @@ class FeatureScaling:
         return DenseRows(out)
 
     def of_block(self, values: np.ndarray) -> np.ndarray:
-        """Dense rows; differences in float64, so that a column far from zero loses no digits."""
+        """Scaled dense rows; differences are taken in float64, so that a column far from zero keeps its digits."""
         with np.errstate(over="ignore", invalid="ignore"):
             return (values.astype(np.float64) - self.centre) / self.scale
 
@@ -97,14 +102,14 @@ class FeatureScaling:
                 out[part] = values[part] / self.scale[np.minimum(indices[part], len(self.scale) - 1)]
         return out
 
-    def outer(self, weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights and biases of the fit as coefficients of X, in float64."""
+    def to_original(self, weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Coefficients and intercepts for X, in float64, from weights and biases of the scaled features."""
         with np.errstate(over="ignore"):
             coef = weight / self.scale
         return coef, bias - np.einsum("kd,d->k", coef, self.centre)
 
-    def inner(self, coef: np.ndarray, intercept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The other way round."""
+    def to_scaled(self, coef: np.ndarray, intercept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Weights and biases of the scaled features from coefficients and intercepts for X."""
         return coef * self.scale, intercept + np.einsum("kd,d->k", coef, self.centre, dtype=np.float64)
 
 
@@ -113,27 +118,36 @@ def _blocks(n: int, width: int) -> list[slice]:
     return [slice(first, first + step) for first in range(0, n, step)]
 
 
-def _peak(values: np.ndarray) -> float:
-    """The largest absolute value: squares are of values divided by it, or they might overflow."""
-    peak = float(max(values.max(initial=0.0), -values.min(initial=0.0)))
-    return peak if peak > 0 else 1.0
-
-
 def _moments_of_sparse(
     X: SparseRows, rows: np.ndarray, of_row: np.ndarray, peak: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(sum of squares of each column, weight of its non-zeros)."""
-    share = np.zeros(X.n_rows)
-    share[rows] = of_row
+    """(sum of squares of each column, weight of its non-zeros). Values are divided by the peak before they are squared,
+    to avoid overflow."""
     squares, active = np.zeros(X.n_features), np.zeros(X.n_features)
-    for part in _blocks(X.n_rows, max(1, X.n_nonzero // max(1, X.n_rows))):
-        ends = X.indptr[part.start : min(part.stop, X.n_rows) + 1]
-        entries = slice(int(ends[0]), int(ends[-1]))
-        index, value = X.indices[entries], X.values[entries].astype(np.float64) / peak
-        weight = np.repeat(share[part], np.diff(ends)) * (value != 0)
+    for index, value, weight in _parts_of_sparse(X, rows, of_row):
+        value = value.astype(np.float64) / peak
+        weight = weight * (value != 0)
         squares += np.bincount(index, weight * value * value, X.n_features)[: X.n_features]
         active += np.bincount(index, weight, X.n_features)[: X.n_features]
     return squares, active
+
+
+def _parts_of_sparse(
+    X: SparseRows, rows: np.ndarray, of_row: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Features, values and their rows' weights, some rows at a time. Rows in memory are gone through in their order,
+    those that are not asked for with weight zero: nothing of them is copied."""
+    if isinstance(X, MappedRows):
+        for part in X.parts(rows):
+            own, _ = X.loaded(rows[part])
+            yield own.indices, own.values, np.repeat(of_row[part], np.diff(own.indptr))
+        return
+    share = np.zeros(X.n_rows)
+    share[rows] = of_row
+    for part in _blocks(X.n_rows, max(1, X.n_nonzero // max(1, X.n_rows))):
+        ends = X.indptr[part.start : min(part.stop, X.n_rows) + 1]
+        entries = slice(int(ends[0]), int(ends[-1]))
+        yield X.indices[entries], X.values[entries], np.repeat(share[part], np.diff(ends))
 
 
 def _centres(values: np.ndarray, rows: np.ndarray, of_row: np.ndarray, peak: float) -> tuple[np.ndarray, np.ndarray]:
@@ -172,10 +186,10 @@ def _moments_of_dense(
 
 
 def _units(squares: np.ndarray, active: np.ndarray, pooled: bool) -> np.ndarray:
-    """Root mean squares of the active values: one for all columns where nearly all are alike, else each its own.
+    """Root mean squares of the active values: one for all columns if nearly all are of similar size, else one each.
 
-    In text, counts and images how large a column's values are says how much it tells (inverse document frequencies,
-    pixels at the edge); columns whose scale is another (prices beside indicators) have their own.
+    In text, counts and images the size of a column is informative (inverse document frequencies, pixels at the edge)
+    and should be kept; columns in different units (prices beside indicators) should be scaled separately.
     """
     known = squares > 0
     own = np.ones(len(squares))
@@ -183,10 +197,10 @@ def _units(squares: np.ndarray, active: np.ndarray, pooled: bool) -> np.ndarray:
     if not pooled or not known.any():
         return own
     usual = _medians(own[known][:, None], active[known])[0]
-    near = known & (np.abs(np.log(own / usual)) <= np.log(ALIKE))
-    if active[near].sum() < MOSTLY * active[known].sum():
+    near = known & (np.abs(np.log(own / usual)) <= np.log(SAME_UNIT_FACTOR))
+    if active[near].sum() < SAME_UNIT_SHARE * active[known].sum():
         return own
     common = np.sqrt(squares[near].sum() / active[near].sum())
-    exact = own[near]  # where all values have one size that is the unit, to the last digit: indicators stay ones
+    exact = own[near]  # if all values have the same size, divide by exactly that: indicators stay ones
     unit = exact[0] if np.ptp(exact) <= 1e-12 * exact[0] else common
     return np.where(near | ~known, unit, own)

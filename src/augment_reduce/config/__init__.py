@@ -1,0 +1,1 @@
+"""Default settings and presets, feature scaling, label encoding, validation of parameters."""

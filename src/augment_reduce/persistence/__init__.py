@@ -1,0 +1,1 @@
+"""Model files: safetensors and JSON, checked entry by entry."""
