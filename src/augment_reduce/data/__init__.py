@@ -1,7 +1,11 @@
 """Readers of data files, the named datasets, and the reductions from sets of labels to one label an example."""
 
+from augment_reduce.data.arrow import ArrowRows
+from augment_reduce.data.convert import convert_rows
 from augment_reduce.data.datasets import DATASETS, load_dataset
 from augment_reduce.data.download import DatasetNotFoundError, cache_folder
+from augment_reduce.data.mapped import MappedData, open_mapped
+from augment_reduce.data.mapped_writer import write_mapped
 from augment_reduce.data.readers import (
     FORMATS,
     DataFileError,
@@ -43,12 +47,14 @@ __all__ = [
     "FORMATS",
     "PAPER_SHAPES",
     "REDUCTIONS",
+    "ArrowRows",
     "DataFileError",
     "DataFileWarning",
     "Dataset",
     "DatasetNotFoundError",
     "Examples",
     "LabelledRows",
+    "MappedData",
     "MultiLabelRows",
     "OmniglotImages",
     "Split",
@@ -57,6 +63,7 @@ __all__ = [
     "TokenLines",
     "all_pairs",
     "cache_folder",
+    "convert_rows",
     "detect_format",
     "encode",
     "first_label",
@@ -65,6 +72,7 @@ __all__ = [
     "keep_labels",
     "load_dataset",
     "only_labels",
+    "open_mapped",
     "random_like",
     "read_csv",
     "read_idx",
@@ -76,5 +84,6 @@ __all__ = [
     "read_svmlight",
     "read_xml_repository",
     "reduce_labels",
+    "write_mapped",
     "write_npz",
 ]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from augment_reduce.atomic import replaced_atomically
 from augment_reduce.data.arrays import NPY_MAGIC, ZIP_MAGIC, as_data_errors, read_arrays
 from augment_reduce.data.arrays import read_npy as read_npy_array
 from augment_reduce.data.files import DataFileError, PathLike, first_bytes, read_names
@@ -17,6 +16,7 @@ from augment_reduce.data.rows import Features
 from augment_reduce.data.sparse_lines import LARGEST_INDEX, whole_number
 from augment_reduce.data.sparse_text import label_values
 from augment_reduce.data.tables import Table
+from augment_reduce.support.atomic import replaced_atomically
 
 SPARSE_PARTS = {
     "csr": ("data", "indices", "indptr"), "csc": ("data", "indices", "indptr"), "bsr": ("data", "indices", "indptr"),
@@ -24,7 +24,7 @@ SPARSE_PARTS = {
 }  # fmt: skip
 OF_A_MATRIX = ("format", "shape", "data", "indices", "indptr", "row", "col", "offsets")
 WANTED = ("X", "y", "target", "feature_names", "class_names", *OF_A_MATRIX)
-MOST_EMPTY_ROWS = 10**8  # of a matrix that says how many rows it has, and holds few of them
+MOST_EMPTY_ROWS = 10**8  # declared rows of a sparse matrix beyond its entries
 SAVE_IT = "Save the features as X and the labels as y."
 
 
@@ -78,7 +78,7 @@ def _names(path: PathLike, arrays: Mapping[str, np.ndarray], key: str) -> list[s
 
 
 def sparse_matrix(path: PathLike, arrays: Mapping[str, np.ndarray]) -> sparse.csr_matrix:
-    """The matrix of `scipy.sparse.save_npz`, looked at before scipy's compiled code goes through it."""
+    """The matrix of `scipy.sparse.save_npz`, validated before scipy's compiled code uses it."""
     expected = "an npz archive with a matrix as scipy.sparse.save_npz writes it"
     advice = "Write it again with scipy.sparse.save_npz."
     with as_data_errors(path, expected, advice):
@@ -100,7 +100,7 @@ def sparse_matrix(path: PathLike, arrays: Mapping[str, np.ndarray]) -> sparse.cs
 
 
 def check_sparse_parts(kind: str, parts: Sequence[np.ndarray], n_rows: int, n_columns: int) -> None:
-    """What scipy does not look at: kinds of numbers, and rows that no part speaks of, which it would make room for."""
+    """Checks that scipy lacks: dtypes, and declared but empty rows, for which it would allocate memory."""
     data, *places = parts
     if data.ndim != {"dia": 2, "bsr": 3}.get(kind, 1) or data.dtype.kind not in "biuf":
         raise ValueError(f"data of {data.ndim} dimensions of {data.dtype}")
@@ -115,7 +115,7 @@ def check_sparse_parts(kind: str, parts: Sequence[np.ndarray], n_rows: int, n_co
     if kind in ("csr", "csc", "bsr"):
         indices, indptr = places
         rises = indptr.size > 0 and indptr[0] == 0 and (indptr[1:] >= indptr[:-1]).all()
-        if not rises or indptr[-1] > len(indices):  # check_format does not look where the last is 0
+        if not rises or indptr[-1] > len(indices):  # check_format does nothing if the last entry is 0
             raise ValueError(f"indptr that does not rise from 0 to at most {len(indices)}")
 
 
@@ -151,7 +151,7 @@ def checked_features(path: PathLike, X: Any, where: str = "array 'X'") -> Featur
 
 
 def checked_sums(path: PathLike, X: sparse.csr_matrix, where: str) -> None:
-    """Entries that stand for the same feature of the same row have been added up."""
+    """Refuse repeated entries (same row, same feature) whose sum is infinite."""
     if not np.isfinite(X.data).all():
         raise DataFileError(path, where=where, expected="finite sums of repeated entries", found="an infinite one")
 

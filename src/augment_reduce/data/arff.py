@@ -1,6 +1,6 @@
-"""Bibtex as its home publishes it: sparse ARFF, 1,836 word attributes, then 159 labels named TAG_…
+"""Bibtex as published: sparse ARFF, 1,836 word attributes, then 159 labels named TAG_…
 
-Three views of such a file, each as the bytes of a text file; nothing here is a general ARFF reader.
+Converts such a file into three text files, as bytes; this is no general ARFF reader.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""numpy's files as arrays by name: `.npy`, and `.npz`, the zip of them. Nothing is unpickled, and nothing is allocated
-because a header asks for it: memory grows with what is there."""
+"""Arrays from numpy's `.npy` files and `.npz` archives. Nothing is unpickled, and no memory is allocated on the word of
+a header: it grows with the bytes that are read."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ SURROGATES = 0xD800, 0xDFFF
 
 @contextmanager
 def as_data_errors(path: PathLike, expected: str, advice: str, where: str = "") -> Iterator[None]:
-    """Whatever a library raises while it reads a file becomes a `DataFileError`; but for a real want of memory."""
+    """Turn any exception of a library that reads a file into a `DataFileError`, except genuine lack of memory."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd headers, which are then refused or read
+            warnings.simplefilter("ignore")  # warnings about odd headers; these are then read or refused
             yield
     except (DataFileError, MemoryError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # of the disk, or of who may read it; EINVAL is a seek to where a header points
+            raise  # faults of the disk and permissions; EINVAL: a seek to an offset from a header
         said = " ".join(str(error).split()) or type(error).__name__
         raise DataFileError(
             path, where=where, expected=expected, found=f"something else ({said[:200]})", advice=advice
@@ -70,7 +70,7 @@ def _entry(path: PathLike, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> n
 
 
 def check_entry(path: PathLike, info: zipfile.ZipInfo, where: str, at_most: int | None = None) -> None:
-    """Refuse what cannot be read, or would take far more room than the file, before it is unpacked."""
+    """Refuse an entry that cannot be read, or expands far beyond the file's size, before decompressing it."""
     if info.flag_bits & 1:
         raise DataFileError(path, where=where, expected="a plain zip entry", found="an encrypted one")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -131,12 +131,12 @@ def _header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
         raise ValueError(f"npy format {version}")
     try:
         return readers[version](stream)
-    except MemoryError:  # Python's parser, of a header nested too deeply
+    except MemoryError:  # raised by Python's parser for a header nested too deeply
         raise ValueError("a header that is no dictionary") from None
 
 
 def _native_text(path: PathLike, array: np.ndarray, where: str) -> np.ndarray:
-    """Text as Python knows it: bytes as UTF-8, no code points beyond Unicode's, no halves of characters."""
+    """Text as Python strings: bytes decoded as UTF-8; no invalid code points or surrogates."""
     with as_data_errors(path, "text in UTF-8", "Encode it anew.", where):
         text = (
             np.strings.decode(array, "utf-8")

@@ -23,7 +23,7 @@ FILL_IN = (
 
 
 def delimiter_of(line: str) -> str:
-    """The comma, semicolon or tab that occurs most often outside of quotes; the semicolon beside decimal commas."""
+    """The most frequent of comma, semicolon and tab outside quotes; the semicolon if commas are decimal."""
     plain = QUOTED.sub("", line)
     if ";" in plain and any(map(DECIMAL_COMMA.fullmatch, plain.split(";"))):
         return ";"
@@ -60,10 +60,9 @@ def _not_one(path: PathLike, header: Sequence[str], column: str | int, found: st
 
 
 class Cells:
-    """Turns the kept columns of rows into numbers, some rows at a time.
+    """Converts the selected columns to numbers, a block of rows at a time.
 
-    A column of the words True and False is ones and zeros; of words and numbers it is refused, since they might not
-    mean the same.
+    A column of True and False becomes ones and zeros; one that mixes these words with numbers is refused as ambiguous.
     """
 
     def __init__(self, path: PathLike, names: Sequence[str] | None, kept: Sequence[int]) -> None:
@@ -72,7 +71,7 @@ class Cells:
         self.seen = False
 
     def numbers(self, lines: Sequence[int], rows: Sequence[Sequence[str]]) -> npt.NDArray[np.float64]:
-        """(rows, kept columns), finite; the first cell that is none is reported with its line and column."""
+        """(rows, columns), finite; the first invalid cell is reported with its line and column."""
         found = None if self.words else self._plain(rows)
         if found is None:
             columns = [self._column(i, [row[i] for row in rows], lines) for i in self.kept]
@@ -81,7 +80,7 @@ class Cells:
         return found
 
     def _plain(self, rows: Sequence[Sequence[str]]) -> npt.NDArray[np.float64] | None:
-        """All cells by `float`, the fastest way; None at anything that it would not take, or takes and should not."""
+        """All cells by `float`, the fastest way; None if it fails, or accepts what it should not."""
         try:
             table = [[float(row[i]) for i in self.kept] for row in rows]
         except ValueError:

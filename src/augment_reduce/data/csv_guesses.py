@@ -1,8 +1,8 @@
-"""What a csv file does not say: whether its first line names the columns, and whether its first column is an index.
+"""Guesses about a csv file: whether the first line is a header, and whether the first column is an index.
 
-pandas writes its index as a first column without a name, others call it index or Id, and R writes its row names; taken
-for a feature, the number of a row gives its label away. A first line of numbers may be a row, one with missing values
-too, or the years that name the columns.
+pandas writes its index as a first column without a name, others call it index or Id, R writes row names. As a feature,
+the row number would leak the label. A first line of numbers may be a row (possibly with missing values), or column
+names such as years.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-UNNAMED = re.compile(r"(Unnamed: \d+(\.\d+)*)?")  # pandas calls columns so that it has read without a name
+UNNAMED = re.compile(r"(Unnamed: \d+(\.\d+)*)?")  # pandas' name for columns read without a name
 INDEX_NAME = re.compile(r"index|idx|id|row|row[ _.]?(id|index|names?|number|num)|level_0|#", re.IGNORECASE)
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 WHOLE = re.compile(r"0|[1-9]\d*", re.ASCII)
 WORDS = {"true", "false"}
 MISSING = {"", "nan", "na", "n/a", "null", "none", "?", "-", ".", "inf", "+inf", "-inf", "infinity", "-infinity"}
-FEWEST_NUMBERED = 4  # columns called 0, 1, 2, ... as pandas does; fewer numbers in a row may be data
-FEWEST_COUNTED = 10  # rows counted by a column of a file without header; fewer may be data
-RARE = 0.1  # share of rows whose label is nobody else's, from which a label alone proves nothing
+FEWEST_NUMBERED = 4  # columns named 0, 1, 2, ... by pandas; fewer may be data
+FEWEST_COUNTED = 10  # rows numbered by the first column of a file without header; fewer may be data
+RARE = 0.1  # share of rows with a unique label, above which a unique label is no evidence
 
 
 def is_number(text: str) -> bool:
@@ -33,11 +33,11 @@ def is_number(text: str) -> bool:
 
 
 def names_columns(first: Sequence[str], rows: Sequence[Sequence[str]], label_at: int | None) -> tuple[bool, bool]:
-    """(whether the first line names the columns, whether that is as good as certain), from some of the rows below it.
+    """(whether the first line is a header, whether that is practically certain), judged with some of the rows below.
 
-    It does where a feature's is neither a number nor a missing value. Where all are it is a row, unless they are 0, 1,
-    2, ..., or different whole numbers beside a label that no row has although most labels come again, or after an
-    empty cell above an index.
+    It is a header if the cell of some feature is neither a number nor a missing value. If all are, it is a row, unless
+    they are 0, 1, 2, ..., or distinct whole numbers next to a label that no row has although most labels recur, or
+    after an empty cell above an index.
     """
     n_blank = next((i for i, cell in enumerate(first) if cell or i == label_at), len(first))
     if label_at is not None and label_at < n_blank:
@@ -71,12 +71,12 @@ def names_columns(first: Sequence[str], rows: Sequence[Sequence[str]], label_at:
 
 
 def may_be_index(name: str) -> bool:
-    """Whether a column of this name may number the rows: it has no name, or is called index, Id, row, ..."""
+    """Whether a column of this name may be an index: it has no name, or is called index, Id, row, ..."""
     return bool(UNNAMED.fullmatch(name) or INDEX_NAME.fullmatch(name))
 
 
 def n_first(names: Sequence[str]) -> int:
-    """How many columns at the beginning may be an index."""
+    """The number of leading columns that may be an index."""
     return next((i for i, name in enumerate(names) if not may_be_index(name)), len(names))
 
 
@@ -85,8 +85,8 @@ def _numbers_rows(cells: Sequence[str]) -> bool:
 
 
 def is_index(values: npt.NDArray[np.float64]) -> bool:
-    """Whether a column that may be an index numbers the rows: whole numbers that all differ (also some of them, in any
-    order), or that count and begin again, as where tables were joined."""
+    """Whether a candidate column is an index: distinct whole numbers (gaps and any order are allowed), or a count that
+    restarts, as in concatenated tables."""
     if not len(values) or not (
         np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()
     ):
@@ -98,7 +98,7 @@ def is_index(values: npt.NDArray[np.float64]) -> bool:
 
 
 def counts_rows(values: npt.NDArray[np.float64]) -> bool:
-    """Whether a column of a file without header is 0, 1, 2, ... or 1, 2, 3, ..., and long enough to be no chance."""
+    """Whether a column of a file without header is 0, 1, 2, ... or 1, 2, 3, ..., too long for a coincidence."""
     if len(values) < FEWEST_COUNTED or values[0] not in (0.0, 1.0):
         return False
     return bool((values == values[0] + np.arange(len(values))).all())

@@ -28,7 +28,7 @@ LabelledName = Literal["mnist", "bibtex", "omniglot", "eurlex-4k", "amazoncat-13
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller of `load_dataset` asked for."""
+    """The arguments of `load_dataset`."""
 
     name: str
     path: PathLike | None
@@ -76,13 +76,13 @@ def load_dataset(
 ) -> Dataset | TextDataset:
     """Load a named dataset: see `DATASETS` for the names and docs/data.md for what each one is.
 
-    Its files are looked for in `path`, in $AUGMENT_REDUCE_DATA, in the user's cache and in the package, and else
+    Its files are searched in `path`, $AUGMENT_REDUCE_DATA, the user's cache and the package; missing ones are
     downloaded into the cache (unless `download=False`).
 
     - `reduction`: "first" or "all" for sets of labels; None is "all" for debian-deps and the paper's "first" elsewhere.
-    - `min_count`: only labels on at least so many training rows (words, for wordnet-glosses).
-    - `seed`: draws Omniglot's 16 training drawings of each class, and the synthetic data. For Omniglot None splits by
-      people: the last 4 who drew an alphabet are for testing.
+    - `min_count`: keep labels on at least this many training rows (words, for wordnet-glosses).
+    - `seed`: of Omniglot's random split (16 training drawings of each class) and of the synthetic data. For Omniglot,
+      None splits by people: the last 4 who drew an alphabet are for testing.
     - `verify`: refuse a file whose checksum is not the recorded one.
     """
     key = name.lower().replace("_", "-")
@@ -126,7 +126,7 @@ def _pixels(images: np.ndarray) -> npt.NDArray[np.float32]:
 def _omniglot(request: Request) -> Dataset:
     """28 x 28 pixels / 255; of the 20 drawings of each class 16 for training and 4 for testing, drawn by `seed`.
 
-    With seed None the first 16 people of each alphabet train and the last 4 test: nobody is on both sides of it.
+    With seed None the first 16 people of each alphabet are for training and the last 4 for testing: no one is in both.
     """
     if find_file("omniglot", "prepared", request.path) is not None:
         found = prepared_omniglot(request.file("prepared"))
@@ -178,7 +178,7 @@ def choose_per_class(y: npt.NDArray[np.int64], n_classes: int, count: int, seed:
 
 
 def _many_labels(request: Request, *, reduction: str = "first", scale: bool = False, names: bool = True) -> Dataset:
-    """Sets of labels reduced to one an example; test examples whose label no training example has are dropped."""
+    """Label sets reduced to one label per example; test examples with unseen labels are dropped."""
     train, test = (read_xml_repository(request.file(part)) for part in ("train", "test"))
     if names:
         named = {"label_names": read_names(request.file("label-names")),
@@ -219,7 +219,7 @@ def _split(examples: Examples, class_ids: npt.NDArray[np.int64]) -> Split:
 
 
 def divide_by_training_maximum(train: sparse.csr_matrix, test: sparse.csr_matrix) -> None:
-    """Divide every feature, in place, by its largest training value; one that is never positive stays as it is."""
+    """Divide every feature in place by its largest training value; features that are never positive are kept."""
     largest = np.zeros(train.shape[1], np.float32)
     np.maximum.at(largest, train.indices, train.data)
     largest[largest <= 0] = 1.0

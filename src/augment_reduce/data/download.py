@@ -1,4 +1,4 @@
-"""Finding the files of a named dataset, checking them, and fetching those that are missing."""
+"""Find the files of a named dataset, verify their checksums, and download missing ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 class DatasetNotFoundError(FileNotFoundError):
-    """A dataset's file is nowhere to be had: which one, where it was looked for, where to get and to put it."""
+    """A file of a dataset was not found: which one, where it was searched, where to get it and where to put it."""
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def cache_folder() -> Path:
 
 
 def search_roots(path: PathLike | None = None) -> list[Path]:
-    """Where datasets are looked for, in order: the path given, $AUGMENT_REDUCE_DATA, the cache, the package."""
+    """The folders searched for datasets, in order: the path given, $AUGMENT_REDUCE_DATA, the cache, the package."""
     roots: list[Path] = []
     if path is not None:
         if not Path(path).is_dir():
@@ -59,10 +59,10 @@ def search_roots(path: PathLike | None = None) -> list[Path]:
 
 
 def find_file(dataset: str, role: str, path: PathLike | None = None) -> Path | None:
-    """The first file of that role on the search path, in the dataset's folder or right in `path`; None if none."""
+    """The first file of that role on the search path, in the dataset's folder or directly in `path`, or None."""
     home = HOMES[dataset]
     for i, root in enumerate(search_roots(path)):
-        # Right in the root only where the user points at it: a stray train.txt elsewhere proves nothing.
+        # Directly in the root only for the path that the user gave: a stray train.txt elsewhere may be anything.
         for folder in (*home.folders, ".") if path is not None and i == 0 else home.folders:
             for name in home.files[role].names:
                 candidate = root / folder / name
@@ -118,7 +118,7 @@ def not_found(dataset: str, role: str, path: PathLike | None, failures: str) -> 
 
 
 def check_sum(path: Path, file: DataFile) -> None:
-    """Refuse a file whose bytes, packed or unpacked, are not those recorded for it."""
+    """Refuse a file whose checksum, compressed or uncompressed, is not the recorded one."""
     if file.sha256 is None and file.content_sha256 is None:
         return
     with open(path, "rb") as raw:
@@ -146,7 +146,7 @@ def _sha256(stream: BinaryIO) -> str:
 
 
 def fetch(url: str, target: Path, file: DataFile, *, progress: bool = True) -> None:
-    """Download `url` to `target`, checked and converted, under another name until it is whole."""
+    """Download `url` to `target`, verified and converted, under a temporary name until complete."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _temporary(target) as part:
@@ -167,7 +167,7 @@ def fetch(url: str, target: Path, file: DataFile, *, progress: bool = True) -> N
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[Path]:
-    """A file beside the target, gone at the end whatever happens."""
+    """A temporary file beside the target, always removed at the end."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-", suffix=".part")
     os.close(handle)
     try:

@@ -1,4 +1,4 @@
-"""Opening data files: gzip and bzip2 by content, blocks of whole lines, and the one error every reader raises."""
+"""Open data files: gzip and bzip2 recognised by content, blocks of whole lines, the error that all readers raise."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import BinaryIO, cast
 PathLike = str | os.PathLike[str]
 
 GZIP_MAGIC = b"\x1f\x8b"
-BZIP2_MAGIC, BZIP2_BLOCKS = b"BZh", (b"1AY&SY", b"\x17rE8P\x90")  # what the first block begins with, or the end
-DEFLATE_AT_MOST = 1100  # to one: the format can do no better than 1,032
-PIECE_BYTES = 1 << 24  # read at a time where a header says how many there are: it may be wrong
+BZIP2_MAGIC, BZIP2_BLOCKS = b"BZh", (b"1AY&SY", b"\x17rE8P\x90")  # starts of a first block, of an empty stream's end
+DEFLATE_AT_MOST = 1100  # largest compression ratio; the format's limit is 1,032
+PIECE_BYTES = 1 << 24  # bytes read at a time when a header declares the size, which may be wrong
 UTF8_BOM = b"\xef\xbb\xbf"
-BLOCK_BYTES = 1 << 18  # about the size of a core's cache; larger blocks parse more slowly
-LONGEST_LINE = 1 << 28  # a line beyond 256 MB is no row: most likely a binary file, or line ends were lost
+BLOCK_BYTES = 1 << 18  # about the size of a core's cache; larger blocks are slower to parse
+LONGEST_LINE = 1 << 28  # longer lines are refused: most likely a binary file, or lost line ends
 
 
 class DataFileError(ValueError):
-    """A data file is not what it should be: which file, which line, expected, found, what to do."""
+    """A data file is invalid: which file, which line, expected, found, what to do."""
 
     def __init__(
         self, path: PathLike, *, expected: str, found: str, advice: str = "", line: int | None = None, where: str = ""
@@ -37,7 +37,7 @@ class DataFileError(ValueError):
 
 
 class DataFileWarning(UserWarning):
-    """What was done with a data file that can be read in more than one way; `advice` says how to have it otherwise."""
+    """How an ambiguous data file was read; `advice` says how to choose otherwise."""
 
     def __init__(self, path: PathLike, fact: str, advice: str, *, line: int | None = None) -> None:
         self.path, self.advice = str(path), advice
@@ -46,14 +46,14 @@ class DataFileWarning(UserWarning):
 
 
 def shown(text: str | bytes, limit: int = 40) -> str:
-    """A piece of the file, short and quoted, for use in a message."""
+    """A short quoted excerpt of the file, for a message."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", errors="backslashreplace")
     return repr(text if len(text) <= limit else text[:limit] + "…")
 
 
 def is_gzip(path: PathLike) -> bool:
-    """Whether the file starts with gzip's two magic bytes; its name plays no part."""
+    """Whether the file starts with gzip's magic bytes, whatever its name."""
     with open(path, "rb") as raw:
         return raw.read(2) == GZIP_MAGIC
 
@@ -67,7 +67,7 @@ def packed_with(start: bytes) -> str | None:
 
 @contextmanager
 def open_data(path: PathLike) -> Iterator[BinaryIO]:
-    """Open `path` for reading bytes, unpacking on the fly; a damaged packed file becomes a `DataFileError`."""
+    """Open `path` for reading bytes, decompressing on the fly; a damaged file raises a `DataFileError`."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -77,7 +77,7 @@ def open_data(path: PathLike) -> Iterator[BinaryIO]:
         raise DataFileError(
             path, expected="a data file", found="nothing there", advice="Check the spelling and the current folder."
         ) from None
-    except OSError as error:  # no permission, a name too long, a loop of links
+    except OSError as error:  # no permission, a name too long, a symlink loop
         raise DataFileError(
             path, expected="a data file that can be opened", found=f"one that cannot ({error.strerror})"
         ) from error
@@ -91,7 +91,7 @@ def open_data(path: PathLike) -> Iterator[BinaryIO]:
             yield _unpacked(raw, packer)
         except (EOFError, zlib.error, OSError) as error:
             if packer is None or getattr(error, "errno", None) is not None:
-                raise  # an unpacker's errors have no number; others, of a broken disk say, are no fault of the file
+                raise  # errors of decompression have no errno; those of the disk, say, are not the file's fault
             raise DataFileError(
                 path,
                 expected=f"a whole {packer} file",
@@ -107,7 +107,7 @@ def _unpacked(raw: BinaryIO, packer: str | None) -> BinaryIO:
 
 
 def most_bytes(path: PathLike, stream: BinaryIO) -> int | None:
-    """More than so many cannot come from this stream of the file; None where nobody knows."""
+    """An upper limit of the bytes in this stream, or None if unknown."""
     size = os.stat(path).st_size
     if isinstance(stream, gzip.GzipFile):
         return DEFLATE_AT_MOST * size
@@ -115,7 +115,7 @@ def most_bytes(path: PathLike, stream: BinaryIO) -> int | None:
 
 
 def read_exactly(stream: BinaryIO, size: int) -> bytearray:
-    """Up to `size` bytes, fewer at the end of the file; memory grows with what comes, not with what was announced."""
+    """Up to `size` bytes, fewer at the end of the file; memory grows with the bytes read, not with `size`."""
     found = bytearray()
     while len(found) < size and (piece := stream.read(min(PIECE_BYTES, size - len(found)))):
         found += piece
@@ -125,10 +125,10 @@ def read_exactly(stream: BinaryIO, size: int) -> bytearray:
 def line_blocks(path: PathLike, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield (number of the first line, bytes) where the bytes are whole lines, each ended by a newline.
 
-    Memory stays at a block plus the longest line, whatever the size of the file.
+    Needs memory for a block and the longest line, whatever the size of the file.
     """
     line, size = 1, 0
-    held: list[bytes] = []  # a line that is not finished yet; joined once, so that a long one costs no more
+    held: list[bytes] = []  # an unfinished line; joined once, so that long lines take linear time
     with open_data(path) as stream:
         start = stream.read(len(UTF8_BOM))
         piece = stream.read(block_bytes) if start == UTF8_BOM else start + stream.read(block_bytes)
@@ -170,7 +170,7 @@ def decode_line(path: PathLike, number: int, line: bytes) -> str:
 
 
 def first_bytes(path: PathLike, count: int = 1 << 16) -> bytes:
-    """The first bytes of the unpacked contents, for telling formats apart."""
+    """The first bytes of the decompressed contents, to detect the format."""
     with open_data(path) as stream:
         start = stream.read(count)
     return start.removeprefix(UTF8_BOM)

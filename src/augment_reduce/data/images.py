@@ -22,7 +22,7 @@ OMNIGLOT_ENTRY = re.compile(
     r"(?:.*/)?(?P<alphabet>[^/]+)/character(?P<character>\d{1,9})/(?P<label>\d{1,9})_(?P<sample>\d{1,9})\.png", re.ASCII
 )
 OMNIGLOT_SIDE = 105
-LARGEST_PNG = 1 << 20  # bytes, of a drawing that takes a few hundred
+LARGEST_PNG = 1 << 20  # bytes of a drawing, which usually takes a few hundred
 MOST_LABELS = 32_767
 MOST_ALPHABETS = 256
 MOST_DIMENSIONS = 32
@@ -53,7 +53,7 @@ def read_idx(path: PathLike) -> np.ndarray:
         most = most_bytes(path, stream)
         if most is not None and expected > most:
             raise _cut_short(path, f"{expected:,} bytes for an array of shape {shape}", f"at most {most:,}")
-        data = read_exactly(stream, expected)  # as much as there is, whatever the header says
+        data = read_exactly(stream, expected)  # reads what there is, whatever the header says
         surplus = stream.read(1)
     if len(data) < expected:
         raise _cut_short(path, f"{expected:,} bytes for an array of shape {shape}", f"{len(data):,}")
@@ -150,7 +150,7 @@ def _drawing(path: PathLike, name: str, png: bytes, side: int) -> npt.NDArray[np
         as_data_errors(path, "a PNG image", "Download it again.", where=name),
         Image.open(io.BytesIO(png), formats=["PNG"]) as opened,
     ):
-        if opened.size != (OMNIGLOT_SIDE, OMNIGLOT_SIDE):  # checked before any pixel is unpacked
+        if opened.size != (OMNIGLOT_SIDE, OMNIGLOT_SIDE):  # checked before decompressing pixels
             raise DataFileError(
                 path, where=name, expected=f"{OMNIGLOT_SIDE} x {OMNIGLOT_SIDE} pixels", found=f"{opened.size}"
             )

@@ -1,4 +1,4 @@
-"""Every reader by name, and `read_rows`, which tells the format itself."""
+"""Every reader by name, and `read_rows`, which detects the format."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ __all__ = [
 
 FORMATS = ("svmlight", "xml", "npz", "npy", "csv")
 SUFFIXES = {".svm": "svmlight", ".svmlight": "svmlight", ".libsvm": "svmlight", ".csv": "csv", ".tsv": "csv"}
-HEADER = re.compile(rb"\s*\d+(\s+\d+){2,3}\s*")  # N D K, or one number more, which `parse_header` refuses
+HEADER = re.compile(rb"\s*\d+(\s+\d+){2,3}\s*")  # N D K; a fourth number is for `parse_header` to refuse
 PACKED = (".gz", ".bz2")
 SPARSE_ROW = re.compile(rb"[^\s:]*(\s+\d+:\S+)+\s*|\d+:\S+(\s+\d+:\S+)*\s*")
 
 
 def detect_format(path: PathLike) -> str:
-    """The format of a file of rows, one of `FORMATS`, told from its contents and, in doubt, from its name."""
+    """The format of a file of rows, one of `FORMATS`, from its contents and, in doubt, its name."""
     start = first_bytes(path)
     if start.startswith(ZIP_MAGIC):
         return "npz"
@@ -58,13 +58,13 @@ def detect_format(path: PathLike) -> str:
     suffix = (Path(name.stem).suffix if name.suffix.lower() in PACKED else name.suffix).lower()
     if SUFFIXES.get(suffix) == "csv":
         return "csv"
-    whole = start if b"\n" in start else start.rpartition(b" ")[0]  # a first line longer than we looked: drop its stump
+    whole = start if b"\n" in start else start.rpartition(b" ")[0]  # drop a last token that may be cut off
     lines = [line.partition(b"#")[0] for line in whole.split(b"\n")[:50]]
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise empty_file(path, "rows of data")
     if HEADER.fullmatch(lines[0]):
-        return "xml"  # also in a file called .svm: no svmlight line has numbers without colons
+        return "xml"  # also if named .svm: no svmlight line has numbers without colons
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
     if any(SPARSE_ROW.fullmatch(line) for line in lines):
@@ -95,12 +95,12 @@ def read_rows(
 ) -> LabelledRows:
     """Read features and labels from a svmlight, XML-repository, npz, npy or csv file, packed with gzip, bzip2 or not.
 
-    - `n_features`: how many features there must be (svmlight may then lack the last ones; others must have so many).
+    - `n_features`: the expected number of features (svmlight files may lack the last ones).
     - `zero_based`: svmlight only. `label_column`, `ignore_columns`, `header`, `keep_index`: csv only, see `read_csv`.
-    - `labels`: the file that has the labels, where they are not in `path`: see `read_labels`.
-    - `reduction`: for rows with sets of labels, "first" or "all" (see `reductions`). Without it, sets that all have
-      exactly one label are taken as they are; others are refused, or with `need_labels=False` left out (`y` is None).
-    - `need_labels=False`: a file without labels is fine, as for prediction.
+    - `labels`: a separate file with the labels, see `read_labels`.
+    - `reduction`: for rows with sets of labels, "first" or "all" (see `reductions`). Without it, sets of
+      exactly one label each are accepted; others are refused or, with `need_labels=False`, ignored (`y` is None).
+    - `need_labels=False`: accept a file without labels, as for prediction.
     """
     if format == "auto":
         format = detect_format(path)
@@ -135,7 +135,7 @@ def read_rows(
 
 
 def _with_labels(path: PathLike, rows: LabelledRows, labels: PathLike) -> LabelledRows:
-    """The rows with the labels of another file; XML rows may have empty sets, which are no labels."""
+    """The rows with the labels of a separate file, whose rows must have none of their own."""
     if rows.y is not None or (rows.labels is not None and rows.labels.nnz):
         raise DataFileError(
             path,
@@ -148,7 +148,7 @@ def _with_labels(path: PathLike, rows: LabelledRows, labels: PathLike) -> Labell
 
 
 def _one_label_each(path: PathLike, found: LabelledRows, reduction: str | None, need_labels: bool) -> LabelledRows:
-    """One label a row as it is; sets of labels through `reduction`."""
+    """One label per row; label sets are reduced by `reduction`."""
     if found.labels is None:
         if found.y is None and need_labels:
             raise DataFileError(

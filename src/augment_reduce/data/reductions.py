@@ -1,6 +1,6 @@
-"""From sets of labels to one label an example: the first label (the paper), every pair, and the frequent labels only.
+"""Reduce label sets to one label per example: the first label (the paper) or every pair; keep frequent labels only.
 
-A reduction names rows and labels and copies no features: `Examples.X` looks the rows up when asked.
+A reduction selects rows and labels and copies no features: `Examples.X` selects the rows on access.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Examples:
 
     @cached_property
     def X(self) -> sparse.csr_matrix:
-        """The features, one row an example; the very matrix of the source where every row is taken once, in order."""
+        """The features, one row per example; the source's own matrix if every row is used once, in order."""
         n_rows = self.source.n_rows
         if len(self.rows) == n_rows and np.array_equal(self.rows, np.arange(n_rows)):
             return self.source.X
@@ -37,14 +37,14 @@ class Examples:
 
 
 def first_label(source: MultiLabelRows) -> Examples:
-    """One example a row, with the row's lowest label, as in the paper; rows without labels are left out."""
+    """One example per row with labels: the row's lowest label, as in the paper."""
     labels = _sorted(source.labels)
     rows = np.flatnonzero(np.diff(labels.indptr))
     return Examples(source, rows, labels.indices[labels.indptr[rows]].astype(np.int64))
 
 
 def all_pairs(source: MultiLabelRows) -> Examples:
-    """Every (row, label) pair an example, row by row."""
+    """One example per (row, label) pair, row by row."""
     labels = _sorted(source.labels)
     rows = np.repeat(np.arange(source.n_rows), np.diff(labels.indptr))
     return Examples(source, rows, labels.indices.astype(np.int64))
@@ -64,7 +64,7 @@ def reduce_labels(source: MultiLabelRows, reduction: str) -> Examples:
 
 
 def first_label_like_paper(train: MultiLabelRows, test: MultiLabelRows) -> tuple[Examples, Examples]:
-    """First labels of both parts; test rows whose first label is the first label of no training row are dropped."""
+    """First labels of both parts; test rows are dropped whose first label is no training row's."""
     reduced = first_label(train)
     return reduced, only_labels(first_label(test), np.unique(reduced.y))
 
@@ -76,7 +76,7 @@ def only_labels(examples: Examples, seen: npt.NDArray[np.int64]) -> Examples:
 
 
 def frequent_labels(source: MultiLabelRows, min_count: int) -> tuple[MultiLabelRows, npt.NDArray[np.int64]]:
-    """Labels on at least `min_count` rows, numbered anew, and which ones they were; rows left without any are dropped.
+    """Labels on at least `min_count` rows, renumbered, and their old numbers; rows left without labels are dropped.
 
     Apply the same choice to test rows with `keep_labels(test, kept)`.
     """
@@ -91,7 +91,7 @@ def frequent_labels(source: MultiLabelRows, min_count: int) -> tuple[MultiLabelR
 
 
 def keep_labels(source: MultiLabelRows, kept: npt.NDArray[np.int64]) -> MultiLabelRows:
-    """Only the labels `kept`, label kept[k] becoming k; rows left without any are dropped."""
+    """Only the labels `kept`; label kept[k] becomes k, and rows left without labels are dropped."""
     labels = source.labels[:, kept].tocsr()
     rows = np.flatnonzero(np.diff(labels.indptr))
     names = None if source.label_names is None else [source.label_names[k] for k in kept]
@@ -101,7 +101,7 @@ def keep_labels(source: MultiLabelRows, kept: npt.NDArray[np.int64]) -> MultiLab
 def encode(
     y: npt.ArrayLike, classes: npt.NDArray[np.generic] | Sequence[object] | None = None
 ) -> tuple[npt.NDArray[np.int64], np.ndarray]:
-    """Labels of any kind as numbers 0..K-1, and the sorted classes they stand for.
+    """Labels of any kind as class numbers 0..K-1, and the sorted classes.
 
     With `classes` (as returned for the training labels), a label that is not among them is refused.
     """

@@ -1,4 +1,4 @@
-"""The files of every named dataset: their names, checksums, homes and licences."""
+"""The files of every named dataset: names, checksums, URLs and licences."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ XML_REPOSITORY = "http://manikvarma.org/downloads/XC/XMLRepository.html"
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file: the names it may have in its dataset's folder (the first is ours), its checksums, where it is served.
+    """One file: its possible names in the dataset's folder (the first is ours), its checksums, its URL.
 
-    `sha256` is of the file as it is, `content_sha256` of what is in it once unpacked; either will do. `convert` turns
-    what the home serves (whose sum is `served_sha256`) into the contents of the file.
+    `sha256` is of the file, `content_sha256` of its decompressed contents; either suffices. `convert` turns the
+    download (with checksum `served_sha256`) into the contents of the file.
     """
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Home:
-    """A dataset: its folder, its files by role, its web page, and what a reader should know of its terms."""
+    """A dataset: its folder, its files by role, its web page and its terms of use."""
 
     folders: tuple[str, ...]
     files: Mapping[str, DataFile]

@@ -1,7 +1,7 @@
-"""Random data in the shape of the paper's datasets, for timing where the data themselves cannot be had.
+"""Random data in the shape of the paper's datasets, for timing when the data are not available.
 
-The numbers of rows, covariates, classes and non-zeros a row are those of the real sets; nothing else is, so nothing
-but time and memory may be read off these data.
+Only the numbers of rows, covariates, classes and non-zeros per row are those of the real data; use them for time and
+memory only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROW_BLOCK = 1 << 14
 
 
 class Shape(NamedTuple):
-    """Table 1 of the paper, and the mean number of non-zeros in a row (`dense`: kept as an array all the same)."""
+    """Table 1 of the paper, and the mean number of non-zeros in a row (`dense`: stored as an array)."""
 
     n_train: int
     n_test: int
@@ -40,8 +40,8 @@ PAPER_SHAPES = {
 def random_like(name: str, seed: int = 0, n_rows: int | None = None) -> Dataset:
     """Training rows in the shape of a paper dataset (all of them, or `n_rows`); no test rows.
 
-    A feature of rank r is drawn about as often as 1 / r (Zipf), no row has one twice, and ranks are spread over the
-    columns at random; values are uniform on (0, 1]. Classes follow the same law, and each occurs if rows allow.
+    The feature of rank r has frequency about 1 / r (Zipf), without repeats in a row; ranks are assigned to columns at
+    random; values are uniform on (0, 1]. Classes follow the same law, and each occurs if there are enough rows.
     """
     if name not in PAPER_SHAPES:
         raise ValueError(f"Expected a name among {', '.join(PAPER_SHAPES)}, but found {name!r}.")
@@ -66,8 +66,8 @@ def log_uniform_ranks(u: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.i
 def zipf_rows(rng: np.random.Generator, n_rows: int, n_features: int, nonzeros: int) -> sparse.csr_matrix:
     """Rows with exactly `nonzeros` distinct features each.
 
-    One draw from each of `nonzeros` equal strata comes out ascending; pushing every rank beyond the one before it
-    makes them distinct in one pass, where rejection would go over the frequent features many times.
+    One draw from each of `nonzeros` equal strata gives ascending ranks; shifting every rank beyond its predecessor
+    makes them distinct in one pass, where rejection would redraw frequent features many times.
     """
     column_of_rank = rng.permutation(n_features).astype(np.int32)
     place = np.arange(nonzeros, dtype=np.int32)

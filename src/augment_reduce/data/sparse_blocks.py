@@ -1,7 +1,7 @@
-"""A block of `labels index:value index:value …` lines, parsed by whole arrays: every byte of it at once.
+"""Parse a block of `labels index:value index:value …` lines by array operations on all of its bytes.
 
-`fast_block` returns None at anything unusual, and `careful_block` then reads the same lines one by one: it is the
-authority on what is right, and the only place that words an error.
+`fast_block` returns None for anything unusual, and `careful_block` then parses the lines one by one: it defines what is
+valid, and raises all errors.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def parse_block(path: PathLike, first: int, block: bytes, rules: Rules) -> Block
 
 
 def fast_block(block: bytes, rules: Rules) -> Block | None:
-    """The rows of a block of whole lines, or None if `careful_block` should look at it."""
+    """The rows of a block of whole lines, or None if `careful_block` should parse it."""
     buf = np.frombuffer(block, np.uint8)
     kind = KIND[buf]
     if (kind == ODD).any() or not _is_utf8(block):
         return None
     in_token = np.concatenate([[False], kind == TOKEN])
-    edges = np.flatnonzero(in_token[1:] != in_token[:-1])  # the block ends with a newline, so edges pair up
+    # The block ends with a newline, so starts and ends of tokens pair up.
+    edges = np.flatnonzero(in_token[1:] != in_token[:-1])
     starts, ends = edges[0::2], edges[1::2]
     before, after = kind[starts - 1], kind[ends]  # for a token at byte 0, kind[-1] is the final newline: a line start
     is_index, is_value = after == COLON, before == COLON

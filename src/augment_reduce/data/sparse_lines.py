@@ -1,4 +1,4 @@
-"""One line `labels index:value index:value …` after another: what is right, and how each fault is worded."""
+"""Parse `labels index:value index:value …` line by line: defines valid lines and all error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
 class Rules(NamedTuple):
-    """What a row may hold: feature indices in [lowest, highest], and labels in [0, n_labels) if they are integers."""
+    """Valid rows: feature indices in [lowest, highest], and labels in [0, n_labels) if they are integers."""
 
     lowest: int = 0
     highest: int | None = None
@@ -31,8 +31,8 @@ class Rules(NamedTuple):
 class Block(NamedTuple):
     """The rows of a block: per line the number of labels and of features, then all of them one after another."""
 
-    labels: list[bytes]  # as written; empty where the rules ask for integers,
-    label_ids: IntArray  # which then are here
+    labels: list[bytes]  # as text; empty if the rules require integers,
+    label_ids: IntArray  # which are then here
     label_counts: IntArray
     indices: IntArray
     values: npt.NDArray[np.float32]
@@ -63,7 +63,7 @@ def ascending_rows(
 
 
 def careful_block(path: PathLike, first: int, block: bytes, rules: Rules) -> Block:
-    """As `fast_block`, one line after another in plain Python, raising `DataFileError` at the first thing wrong."""
+    """As `fast_block`, line by line in plain Python; raises `DataFileError` at the first fault."""
     labels: list[bytes] = []
     indices: list[int] = []
     values: list[float] = []

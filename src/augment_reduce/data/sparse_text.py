@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ NOT_FINITE = re.compile(rb"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 
 
 class _Collected:
-    """The blocks of one file, growing into X and the labels."""
+    """The blocks of one file, collected into X and the labels."""
 
     def __init__(self) -> None:
         self.values: list[npt.NDArray[np.float32]] = []
@@ -53,7 +55,7 @@ class _Collected:
         low, high = int(block.indices.min()), int(block.indices.max())
         self.lowest = low if self.lowest is None else min(low, self.lowest)
         self.highest = max(high, self.highest)
-        # Half the memory while reading, where the numbers allow it.
+        # int32 where possible: half the memory while reading.
         self.indices.append(block.indices.astype(np.int32) if high < 2**31 else block.indices)
 
     def features(self, n_features: int, shift: int = 0) -> sparse.csr_matrix:
@@ -83,39 +85,46 @@ def read_xml_repository(path: PathLike) -> MultiLabelRows:
     labels (it then starts with a blank) or nothing at all. Features come out ascending; a feature twice in a row is
     refused, a label twice in a row counts once.
     """
+    (_, n_features, n_labels), blocks = xml_blocks(path)
+    collected = _Collected()
+    for block in blocks:
+        collected.add(block, block.label_ids)
+    labels = collected.label_sets(n_labels)
+    return MultiLabelRows(collected.features(n_features), labels)
+
+
+def xml_blocks(path: PathLike) -> tuple[tuple[int, int, int], Iterator[Block]]:
+    """(N, D, K) of the header, and the rows, some at a time: N in all, or an error."""
     blocks = line_blocks(path)
     first, block = next(blocks, (1, b""))
     if not block:
         raise empty_file(path, "a header line 'N D K'")
     header, _, rest = block.partition(b"\n")
-    n_rows, n_features, n_labels = parse_header(path, header)
+    shape = parse_header(path, header)
+    return shape, _xml_rows(path, shape, itertools.chain([(first + 1, rest)], blocks))
+
+
+def _xml_rows(path: PathLike, shape: tuple[int, int, int], blocks: Iterator[tuple[int, bytes]]) -> Iterator[Block]:
+    (n_rows, n_features, n_labels), n_read = shape, 0
     rules = Rules(
         highest=n_features - 1,
         n_labels=n_labels,
         limit_note=f"The header declares {n_features} features and {n_labels} labels, both counted from 0.",
     )
-    collected = _Collected()
-    first += 1
-    while True:
-        surplus = collected.n_rows + rest.count(b"\n") - n_rows
-        if surplus > 0:
-            rest = _without_blank_tail(path, first, rest, surplus, n_rows)
+    for first, text in blocks:
+        surplus = n_read + text.count(b"\n") - n_rows
+        rest = _without_blank_tail(path, first, text, surplus, n_rows) if surplus > 0 else text
         if rest:
             parsed = parse_block(path, first, rest, rules)
-            collected.add(parsed, parsed.label_ids)
-        following = next(blocks, None)
-        if following is None:
-            break
-        first, rest = following
-    if collected.n_rows < n_rows:
+            n_read += len(parsed.counts)
+            yield parsed
+    if n_read < n_rows:
         raise DataFileError(
             path,
             expected=f"{n_rows:,} rows, as the header declares",
-            found=f"only {collected.n_rows:,} when the file ended",
+            found=f"only {n_read:,} when the file ended",
             advice="The file was cut short, or its header belongs to another one.",
         )
-    labels = collected.label_sets(n_labels)
-    return MultiLabelRows(collected.features(n_features), labels)
 
 
 def parse_header(path: PathLike, line: bytes) -> tuple[int, int, int]:
@@ -134,7 +143,7 @@ def parse_header(path: PathLike, line: bytes) -> tuple[int, int, int]:
 
 
 def _without_blank_tail(path: PathLike, first: int, block: bytes, surplus: int, n_rows: int) -> bytes:
-    """The block without the lines beyond the N rows declared, which must be blank."""
+    """The block without lines beyond the declared N rows, which must be blank."""
     lines = block.split(b"\n")[:-1]
     kept = len(lines) - surplus
     for number, line in enumerate(lines[kept:], start=first + kept):
@@ -150,7 +159,7 @@ def _without_blank_tail(path: PathLike, first: int, block: bytes, surplus: int, 
 
 
 class SvmlightRows(NamedTuple):
-    """What a svmlight file holds: `y` for one label a row, `labels` for sets of them, neither if it has no labels."""
+    """The contents of a svmlight file: `y` (one label per row), `labels` (label sets), or neither."""
 
     X: sparse.csr_matrix
     y: np.ndarray | None
@@ -167,8 +176,8 @@ def read_svmlight(
     Returns (X, y), with y int64 if every label is a whole number, float64 if every one is a number, strings
     otherwise. If any line has a comma list of labels, returns `MultiLabelRows`.
 
-    `zero_based="auto"` takes indices as counted from 1 unless a 0 occurs: right for most whole files, but a test file
-    may lack the 0 of its training file, so say True or False where you know.
+    `zero_based="auto"` takes indices as 1-based unless a 0 occurs. That is right for most training files, but a test
+    file may lack index 0, so pass True or False if you know.
     """
     found = scan_svmlight(path, n_features=n_features, zero_based=zero_based, need_labels=True)
     if found.labels is not None:
@@ -178,33 +187,21 @@ def read_svmlight(
 
 
 def scan_svmlight(path: PathLike, *, n_features: int | None, zero_based: ZeroBased, need_labels: bool) -> SvmlightRows:
-    """`read_svmlight`, also telling how the indices were read; without `need_labels` a file may have no labels."""
+    """`read_svmlight` that also returns how indices were read; `need_labels=False` accepts a file without labels."""
     if zero_based == "auto":
         zero_based = said_base(path)
     auto = zero_based == "auto"
     base = 0 if zero_based is True else 1
-    rules = Rules(
-        lowest=0 if auto else base,
-        highest=None if n_features is None else n_features - 1 + base,
-        comments=True,
-        limit_note=f"Features are counted from {base}"
-        + (f" and there are {n_features} of them." if n_features is not None else "; see zero_based."),
-    )
     collected, codes, unlabelled = _Collected(), dict[bytes, int](), None
-    for first, text in line_blocks(path):
-        block = parse_block(path, first, text, rules)
-        used = (block.label_counts > 0) | (block.counts > 0)
-        missing = np.flatnonzero(used & (block.label_counts == 0))
-        if missing.size and unlabelled is None:
-            unlabelled = first + int(missing[0])
-        ids = np.fromiter((codes.setdefault(label, len(codes)) for label in block.labels), np.int64, len(block.labels))
-        collected.add(block._replace(label_counts=block.label_counts[used], counts=block.counts[used]), ids)
+    for block, missing in svmlight_blocks(path, n_features=n_features, zero_based=zero_based):
+        unlabelled = missing if unlabelled is None else unlabelled
+        collected.add(block, label_numbers(block, codes))
     if collected.n_rows == 0:
         raise empty_file(path, "rows 'label index:value …'")
     if auto and collected.lowest == 0:
         base = 0
         if n_features is not None and collected.highest == n_features:
-            # A 0 and an n_features cannot both be right: read again as counted from 0, to find the line.
+            # A 0 contradicts n_features: read again as 0-based, to find the line.
             return scan_svmlight(path, n_features=n_features, zero_based=True, need_labels=need_labels)
     width = n_features if n_features is not None else collected.highest + 1 - base if collected.highest >= 0 else 0
     if width > LARGEST_INDEX:
@@ -216,8 +213,34 @@ def scan_svmlight(path: PathLike, *, n_features: int | None, zero_based: ZeroBas
     return SvmlightRows(collected.features(width, shift=base), y, labels, names, base == 0)
 
 
+def svmlight_blocks(
+    path: PathLike, *, n_features: int | None, zero_based: ZeroBased
+) -> Iterator[tuple[Block, int | None]]:
+    """The rows, some at a time, and the first line among them that lacks a label. Feature indices are as in the file;
+    "auto": from 0 or 1 on."""
+    auto, base = zero_based == "auto", 0 if zero_based is True else 1
+    rules = Rules(
+        lowest=0 if auto else base,
+        highest=None if n_features is None else n_features - 1 + base,
+        comments=True,
+        limit_note=f"Features are counted from {base}"
+        + (f" and there are {n_features} of them." if n_features is not None else "; see zero_based."),
+    )
+    for first, text in line_blocks(path):
+        block = parse_block(path, first, text, rules)
+        used = (block.label_counts > 0) | (block.counts > 0)
+        missing = np.flatnonzero(used & (block.label_counts == 0))
+        kept = block._replace(label_counts=block.label_counts[used], counts=block.counts[used])
+        yield kept, first + int(missing[0]) if missing.size else None
+
+
+def label_numbers(block: Block, codes: dict[bytes, int]) -> IntArray:
+    """Numbers of the labels in the order in which they occur; new ones are entered in `codes`."""
+    return np.fromiter((codes.setdefault(label, len(codes)) for label in block.labels), np.int64, len(block.labels))
+
+
 def said_base(path: PathLike) -> ZeroBased:
-    """Where indices begin, if one of the comments at the top says so, as scikit-learn's do."""
+    """Whether indices are 0-based, if a comment at the top says so, as scikit-learn's do."""
     for line in first_bytes(path).split(b"\n"):
         if line.strip() and not line.lstrip().startswith(b"#"):
             break
@@ -239,18 +262,20 @@ def _labels(
                 path, line=unlabelled, expected="a label, then features", found="no label", advice="Give every row one."
             )
         return label_values(path, tokens)[np.concatenate(collected.label_ids)], None, None
-    if all(token.isdigit() and INTEGER.fullmatch(token) for token in tokens):
-        numbers = np.asarray([int(token) for token in tokens], np.int64)
-        names = None
-        n_labels = int(numbers.max()) + 1
-    else:
-        texts = np.asarray([token.decode("utf-8") for token in tokens])
-        order = np.argsort(texts)
-        numbers = np.argsort(order)
-        names = texts[order].tolist()
-        n_labels = len(names)
+    numbers, names, n_labels = numbers_of_sets(tokens)
     collected.label_ids = [numbers[ids] for ids in collected.label_ids]
     return None, collected.label_sets(n_labels), names
+
+
+def numbers_of_sets(tokens: list[bytes]) -> tuple[IntArray, list[str] | None, int]:
+    """(the number of each label, names by number or None, how many numbers there are): labels of sets that are all
+    whole numbers are these, others are numbered in the order of their names."""
+    if all(token.isdigit() and INTEGER.fullmatch(token) for token in tokens):
+        numbers = np.asarray([int(token) for token in tokens], np.int64)
+        return numbers, None, int(numbers.max(initial=-1)) + 1
+    texts = np.asarray([token.decode("utf-8") for token in tokens])
+    order = np.argsort(texts)
+    return np.argsort(order), texts[order].tolist(), len(texts)
 
 
 def label_values(path: PathLike, tokens: list[bytes]) -> np.ndarray:

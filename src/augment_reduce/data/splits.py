@@ -1,4 +1,4 @@
-"""What `load_dataset` returns: training and test examples, their classes, and what is known of them."""
+"""What `load_dataset` returns: training and test examples, their classes, and notes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from augment_reduce.data.rows import Features, MultiLabelRows
 class Split:
     """Training or test examples; unpacks as `X, y = split`.
 
-    Example i is row i of `features`, or row `rows[i]` of it where a reduction chose rows. `original` keeps the rows
-    with their whole sets of labels, for precision at k.
+    Example i is row i of `features`, or row `rows[i]` after a reduction. `original` keeps the rows with their label
+    sets, for precision at k.
     """
 
     features: Features
@@ -41,8 +41,8 @@ class Split:
 class Dataset:
     """A named dataset, its labels numbered 0..K-1.
 
-    `class_names[k]` names class k; where there are sets of labels, `class_ids[k]` is its column in `original.labels`.
-    `probabilities` are the true ones of synthetic data (of the classes that occur). `notes` say where it came from.
+    `class_names[k]` names class k; with label sets, `class_ids[k]` is its column in `original.labels`. `probabilities`
+    are the true ones of synthetic data (of the classes that occur). `notes` say where the data came from.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Dataset:
         return int(self.train.features.shape[1])
 
     def relevant(self, split: Split) -> sparse.csr_matrix:
-        """(N, K) boolean: which classes are right for each row of `split.original`."""
+        """(N, K) boolean: the true classes of each row of `split.original`."""
         if split.original is None or self.class_ids is None:
             raise ValueError(f"Expected a dataset with sets of labels, but {self.name!r} has one label a row: use y.")
         return split.original.labels[:, self.class_ids].tocsr()

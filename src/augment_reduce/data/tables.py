@@ -25,13 +25,14 @@ from augment_reduce.data.files import (
     shown,
 )
 from augment_reduce.data.rows import Features
+from augment_reduce.data.sparse_lines import IntArray
 from augment_reduce.data.sparse_text import label_values
 
 CSV_BLOCK = 2048  # rows converted at a time
-LOOKED_AT = 1000  # rows that are asked whether the first line is one of them
-SEPARATOR_LINE = re.compile(r"sep=(.)\s*")  # which Excel puts first
+LOOKED_AT = 1000  # rows compared with the first line, to decide whether it is a header
+SEPARATOR_LINE = re.compile(r"sep=(.)\s*")  # Excel's byte-order mark
 
-Record = tuple[int, list[str]]  # the number of its last line, and its fields
+Record = tuple[int, list[str]]  # number of its last line, fields
 Auto = bool | Literal["auto"]
 
 
@@ -57,39 +58,85 @@ def read_csv(
     """Read a csv file, packed or not; every column but the label's must hold numbers, or the words True and False.
 
     - `label_column` is a name or a position (0 is the first, -1 the last; None: the file has no labels). Labels may be
-      text. `ignore_columns` names columns to leave out. `delimiter` is told from the first line unless given.
-    - `header`: whether the first line names the columns. "auto" takes a line of numbers for a row, and warns; see
+      text. `ignore_columns` names columns to leave out. `delimiter` is guessed from the first line unless given.
+    - `header`: whether the first line is a header. "auto" takes a line of numbers for a row, and warns; see
       `csv_guesses.names_columns`.
-    - A first column that numbers the rows and has no name, as pandas writes its index, or is called index, Id, row and
-      the like, is left out, with a warning, unless `keep_index`.
+    - A first column that numbers the rows, and has no name (pandas' index) or is called index, Id, row and the like, is
+      left out with a warning, unless `keep_index`.
     """
+    found = csv_blocks(
+        path, label_column=label_column, ignore_columns=ignore_columns, delimiter=delimiter, header=header,
+        keep_index=keep_index,
+    )  # fmt: skip
+    n, ids, blocks, indexes = found.n_candidates, list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    for numbers, codes in found.blocks:
+        indexes.append(numbers[:, :n])
+        blocks.append(numbers[:, n:].astype(np.float32))
+        ids.append(codes)
+    X, first_columns = np.concatenate(blocks), np.concatenate(indexes)
+    stays = found.columns_that_stay(first_columns)
+    X = np.concatenate([first_columns[:, stays].astype(np.float32), X], axis=1) if stays else X
+    return Table(X, found.labels(np.concatenate(ids)), found.names_of(stays))
+
+
+class CsvBlocks(NamedTuple):
+    """A csv file that is being read. `blocks`: cells of the `kept` columns and numbers of labels, some rows at a time.
+
+    The first `n_candidates` columns may be an index, which is known when all rows have been seen; the labels too.
+    """
+
+    path: PathLike
+    names: list[str] | None  # of all columns
+    kept: list[int]
+    n_candidates: int
+    codes: dict[bytes, int] | None  # the labels' numbers; None: no labels
+    blocks: Iterator[tuple[npt.NDArray[np.float64], IntArray]]
+
+    def columns_that_stay(self, values: npt.NDArray[np.float64]) -> list[int]:
+        """Which of the candidates are features; a warning names each of the others."""
+        called = [None if self.names is None else self.names[i] for i in self.kept[: self.n_candidates]]
+        return [j for j, name in enumerate(called) if not _is_index(self.path, name, values[:, j])]
+
+    def names_of(self, stays: Sequence[int]) -> list[str] | None:
+        kept = [*(self.kept[j] for j in stays), *self.kept[self.n_candidates :]]
+        return None if self.names is None else [self.names[i] for i in kept]
+
+    def labels(self, ids: IntArray) -> np.ndarray | None:
+        return None if self.codes is None else label_values(self.path, list(self.codes))[ids]
+
+
+def csv_blocks(
+    path: PathLike, *, label_column: str | int | None = -1, ignore_columns: Sequence[str | int] = (),
+    delimiter: str | None = None, header: Auto = "auto", keep_index: bool = False,
+) -> CsvBlocks:  # fmt: skip
+    """Begin to read a csv file; see `read_csv`."""
     records, first = _first_record(path, delimiter)
     label_at, names, rows = _header(path, first, records, label_column, ignore_columns, header)
     shape = _shape(first, names)
     left_out = {i for column in ignore_columns for i in find_columns(path, shape, column)} | {label_at}
     kept = [i for i in range(len(shape)) if i not in left_out]
-    cells = Cells(path, names, kept)
-    ids, codes, blocks, indexes = list[int](), dict[bytes, int](), list[np.ndarray](), list[np.ndarray]()
     n_candidates = 0 if keep_index else min(1, len(kept)) if names is None else n_first([names[i] for i in kept])
-    for lines, fields in _row_blocks(path, rows, len(shape)):
-        numbers = cells.numbers(lines, fields)
-        indexes.append(numbers[:, :n_candidates])
-        blocks.append(numbers[:, n_candidates:].astype(np.float32))
-        if label_at is not None:
-            ids += [_label_code(path, codes, row[label_at], line) for line, row in zip(lines, fields, strict=True)]
-    if not blocks:
+    codes = None if label_at is None else dict[bytes, int]()
+    blocks = _cells(path, rows, Cells(path, names, kept), len(shape), label_at, codes)
+    return CsvBlocks(path, names, kept, n_candidates, codes, blocks)
+
+
+def _cells(
+    path: PathLike, rows: Iterator[Record], cells: Cells, width: int, label_at: int | None,
+    codes: dict[bytes, int] | None,
+) -> Iterator[tuple[npt.NDArray[np.float64], IntArray]]:  # fmt: skip
+    any_rows = False
+    for lines, fields in _row_blocks(path, rows, width):
+        any_rows, numbers, ids = True, cells.numbers(lines, fields), list[int]()
+        if codes is not None and label_at is not None:
+            ids = [_label_code(path, codes, row[label_at], line) for line, row in zip(lines, fields, strict=True)]
+        yield numbers, np.asarray(ids, np.int64)
+    if not any_rows:
         raise DataFileError(path, expected="rows below the header", found="none", advice="Was it copied to the end?")
-    X, first_columns = np.concatenate(blocks), np.concatenate(indexes)
-    called = [None if names is None else names[i] for i in kept[:n_candidates]]
-    stays = [j for j, name in enumerate(called) if not _is_index(path, name, first_columns[:, j])]
-    X = np.concatenate([first_columns[:, stays].astype(np.float32), X], axis=1) if stays else X
-    y = None if label_at is None else label_values(path, list(codes))[np.asarray(ids)]
-    kept = [*(kept[j] for j in stays), *kept[n_candidates:]]
-    return Table(X, y, None if names is None else [names[i] for i in kept])
 
 
 def csv_header(path: PathLike, *, header: Auto = "auto") -> tuple[list[str], bool]:
-    """The fields of the first line, and whether they name the columns, for a file whose labels are in the last."""
+    """The fields of the first line, and whether they are a header, for a file with labels in the last column."""
     records, first = _first_record(path, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataFileWarning)
@@ -121,12 +168,12 @@ def _header(
 
 
 def _shape(first: Record, names: list[str] | None) -> list[str]:
-    """What columns are called by; in a file without header their positions."""
+    """Column names; positions if there is no header."""
     return [str(i) for i in range(len(first[1]))] if names is None else names
 
 
 def _position(names: Sequence[str], column: str | int) -> int | None:
-    """Where the label may be, for the guess; what is no position is refused later."""
+    """The possible position of the label, for the guess; invalid ones are refused later."""
     try:
         at = int(column)
     except ValueError:
@@ -145,7 +192,7 @@ def _say_header(path: PathLike, line: int, header: bool) -> None:
 
 
 def _is_index(path: PathLike, name: str | None, values: npt.NDArray[np.float64]) -> bool:
-    """Whether a first column (None: of a file without header) numbers the rows; if so it is left out, which is said."""
+    """Whether the first column (name None: no header) is an index; if so it is left out, with a warning."""
     if not (counts_rows(values) if name is None else is_index(values)):
         return False
     low, high = int(values.min()), int(values.max())
@@ -186,7 +233,7 @@ def _text_lines(path: PathLike) -> Iterator[str]:
 
 
 def _records(path: PathLike, lines: Iterator[str], delimiter: str, skipped: int) -> Iterator[Record]:
-    """The number of its last line and the fields of each record; blank ones are left out."""
+    """The last line's number and the fields of each record that is not blank."""
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         for row in reader:
