@@ -55,7 +55,7 @@ def flat_rows(name: str, value: Tensor, hidden: Tensor, weight: Tensor, *, integ
 def check_sample_weight(sample_weight: Tensor) -> None:
     """Not negative, below 1e15, and not all next to 0, so that float32 can sum them. On a GPU the rows of the first
     two kinds are left out and counted instead: the host need not wait."""
-    if sample_weight.device.type != "cpu":
+    if sample_weight.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = ~((sample_weight >= 0.0) & (sample_weight < LARGEST))
     if bool(bad.any()):
@@ -87,3 +87,28 @@ def check_weight(weight: Tensor, bias: Tensor | None) -> None:
 def check_reduction(reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"Expected reduction to be one of {', '.join(map(repr, REDUCTIONS))}, found {reduction!r}.")
+
+
+def check_options(
+    in_features: int, reduction: str, floor: float | None, label_smoothing: float, z_loss: float, softmax: bool,
+    has_class_weight: bool,
+) -> None:  # fmt: skip
+    """Of a head's constructor."""
+    if in_features < 1:
+        raise ValueError(f"Expected in_features of at least 1, found {in_features}.")
+    check_reduction(reduction)
+    if floor is not None and floor < 0.0:
+        raise ValueError(f"Expected floor to be None or at least 0 (0 is sampled softmax), found {floor}.")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"Expected label_smoothing in [0, 1), found {label_smoothing}.")
+    if not 0.0 <= z_loss < LARGEST:
+        raise ValueError(f"Expected z_loss to be a finite number, at least 0, found {z_loss}.")
+    if (label_smoothing or z_loss) and not softmax:
+        raise ValueError(
+            "label_smoothing and z_loss are for the model 'softmax': others have no log Z. Leave them out."
+        )
+    if label_smoothing and has_class_weight:
+        raise ValueError(
+            "Expected class_weight or label_smoothing, found both: smoothed labels would have to be weighted one by "
+            "one. Pass sample_weight=class_weight[target] to weight whole rows."
+        )

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..sampler import (
+from ..sampling import (
     AllClasses,
     ClassSampler,
     FrequencyShared,
@@ -33,6 +33,7 @@ from ..sampler import (
     frequencies,
 )
 from . import _hash
+from ._columns import Columns, with_labels
 from ._state import Kept, buffer
 
 UNIFORM, INDEPENDENT, STRATA, EVERY = 0, 1, 2, 3
@@ -46,16 +47,26 @@ class Drawn(NamedTuple):
     log_weight: Tensor
 
 
+class DrawnFor(NamedTuple):
+    """C columns for given labels: `classes` (C,), `log_weight` (C,) or (B, C), and `mask` (B, C), True where a column
+    is not for a row: `own_label_mask` of `sampled_bound`."""
+
+    classes: Tensor
+    log_weight: Tensor
+    mask: Tensor
+
+
 class SharedSampler(Kept):
     """Draws |S| classes for a minibatch from (seed, step): tables on the device, made once.
 
-    - `class_sampling`: a name of the table above, or a shared sampler of `augment_reduce.sampler`;
+    - `class_sampling`: a name of the table above, or a shared sampler of `augment_reduce.sampling`;
     - `class_counts`: (K,) training rows of each class; needed by the two that follow frequency;
     - `power`, `uniform_share`: the q of the table; a share u > 0 bounds the weights and reaches unseen classes.
     """
 
     certain: Tensor
     cumulative: Tensor
+    share: Tensor
 
     def __init__(
         self,
@@ -86,11 +97,13 @@ class SharedSampler(Kept):
                 certain = torch.from_numpy(certain_classes(q, n_sampled_classes))
                 q[certain.numpy()] = 0.0
             cumulative = torch.from_numpy(np.cumsum(q))
+        share = _shares(class_counts, n_classes)
         self.n_sampled = n_sampled_classes
         device = torch.get_default_device() if device is None else device
         buffer(self, "certain", certain.to(device), saved=self.kind != EVERY)
         buffer(self, "cumulative", cumulative.to(device))
-        self._tables = (certain, cumulative) if self.is_meta else None  # until there is memory to copy them to
+        buffer(self, "share", share.to(device))
+        self._tables = (certain, cumulative, share) if self.is_meta else None  # until there is memory to copy them to
 
     @property
     def n_certain(self) -> int:
@@ -99,7 +112,8 @@ class SharedSampler(Kept):
 
     def reset_buffers(self) -> None:
         if self._tables is not None:
-            self.certain.copy_(self._tables[0]), self.cumulative.copy_(self._tables[1])
+            for buffered, table in zip((self.certain, self.cumulative, self.share), self._tables, strict=True):
+                buffered.copy_(table)
             self._tables = None
 
     def n_drawn(self, stream: int) -> int:
@@ -108,8 +122,40 @@ class SharedSampler(Kept):
             return self.n_sampled
         return self.n_certain + (self.n_sampled - self.n_certain + 1) // 2
 
-    def draw(self, key: int, counter: Tensor, stream: int) -> Drawn:
-        """Plain torch; `kernels/cuda.py` draws the same classes."""
+    def expected(self, classes: Tensor) -> Tensor:
+        """E[times drawn] of these classes in a main draw, float32."""
+        n = self.n_sampled - self.n_certain
+        if self.kind == EVERY:
+            return torch.ones(len(classes), device=classes.device)
+        if self.kind == UNIFORM:
+            return torch.full((len(classes),), n / self.n_classes, device=classes.device)
+        mass = self.cumulative[classes] - torch.where(classes > 0, self.cumulative[(classes - 1).clamp_min(0)], 0.0)
+        times = n * mass / self.cumulative[-1]
+        if self.kind == STRATA:  # those that are always drawn have no mass among the rest
+            times = torch.where(mass > 0.0, times, 1.0)
+        return times.float()
+
+    def share_of(self, classes: Tensor) -> Tensor:
+        """f of these classes, float32: how often each is a label, by the class counts."""
+        return self.share[classes]
+
+    @property
+    def knows_shares(self) -> bool:
+        return len(self.share) > 0
+
+    def draw(
+        self, key: int | None = None, counter: Tensor | None = None, stream: int = _hash.MAIN, *,
+        generator: torch.Generator | None = None,
+    ) -> Drawn:  # fmt: skip
+        """Classes and their log omega: `classes, log_weight = sampler.draw()`.
+
+        By itself the draw is a new one at every call, seeded by `generator` (a CPU generator; None: torch's own). A
+        head names the draw instead: the same (key, counter, stream) draw the same classes on every device.
+        """
+        if key is None:
+            key = _hash.seed_key(int(torch.randint(2**63 - 1, (), generator=generator, device="cpu")))
+        if counter is None:
+            counter = torch.zeros((), dtype=torch.int64, device=self.cumulative.device)
         n = self.n_drawn(stream) - self.n_certain
         place = torch.arange(n, device=counter.device)
         log_weight = torch.zeros(self.n_certain + n, device=counter.device)
@@ -126,6 +172,38 @@ class SharedSampler(Kept):
         below = torch.where(classes > 0, self.cumulative[(classes - 1).clamp_min(0)], 0.0)
         log_weight[self.n_certain :] = torch.log(total / (n * (self.cumulative[classes] - below))).float()
         return Drawn(torch.cat([self.certain, classes]), log_weight)
+
+    def draw_for(
+        self, target: Tensor, *, group: Tensor | None = None, near: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DrawnFor:  # fmt: skip
+        """A new draw with what each row of a minibatch with labels `target` (B,) must leave out.
+
+        With class counts the labels join, as in a head (`nn/_columns.py`; `group` as there). `near` (H,): classes that
+        are in it for certain, with weight 1, such as hard negatives; any that do not depend on this draw. A number
+        below 0 is none. They may repeat.
+        """
+        drawn = self.draw(generator=generator)
+        columns = Columns(drawn.classes, drawn.log_weight)
+        if self.knows_shares and self.kind != EVERY:
+            every = torch.cat([drawn.classes, target])
+            usable = torch.ones_like(target, dtype=torch.bool)
+            expected, share = self.expected(every), self.share_of(every)
+            columns = with_labels(drawn.classes, target, usable, group, expected, share, None)
+        log_weight, mask = columns.of_rows(slice(None), target)
+        if near is None:
+            return DrawnFor(columns.classes, log_weight, mask)
+        near = torch.sort(near.reshape(-1)).values
+        again = torch.cat([near.new_zeros(1, dtype=torch.bool), near[1:] == near[:-1]]) | (near < 0)
+        place = torch.searchsorted(near, columns.classes).clamp_max(len(near) - 1)
+        mask = mask | (near[place] == columns.classes)
+        near_mask = (target[:, None] == near) | again
+        sure = log_weight.new_zeros(*log_weight.shape[:-1], len(near))
+        return DrawnFor(
+            torch.cat([columns.classes, near.clamp_min(0)]),
+            torch.cat([log_weight, sure], dim=-1),
+            torch.cat([mask, near_mask], 1),
+        )
 
     def get_extra_state(self) -> Tensor:
         """What a draw depends on beside the tables, as bytes."""
@@ -147,12 +225,14 @@ class SharedSampler(Kept):
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         """The state's tables replace those of the constructor: a resumed training draws as it did."""
+        if prefix + "share" not in state_dict:  # saved before shares were part of a state: the constructor's
+            state_dict = {**state_dict, prefix + "share": self.share}
         found = {name: state_dict.get(prefix + name) for name in ("certain", "cumulative")}
         if self.kind == EVERY:
             found.pop("certain")
         if prefix + "_extra_state" in state_dict:  # before the tables: a recipe says more than a size that is wrong
             self.set_extra_state(state_dict[prefix + "_extra_state"])
-            for name, table in found.items():
+            for name, table in [*found.items(), ("share", state_dict[prefix + "share"])]:
                 if isinstance(table, Tensor) and table.shape != getattr(self, name).shape:
                     setattr(self, name, getattr(self, name).new_empty(table.shape))
             _check_tables(found, self.n_classes, self.n_sampled)
@@ -216,6 +296,14 @@ def _check_size(n_classes: int, n_sampled_classes: int) -> None:
             f"Expected n_sampled_classes between 1 and n_classes={n_classes}, found {n_sampled_classes}. "
             'With so few classes, class_sampling="all" with n_sampled_classes=n_classes is exact.'
         )
+
+
+def _shares(class_counts: Tensor | np.ndarray | None, n_classes: int) -> Tensor:
+    """f (K,), each class's share of the counts; without them nothing."""
+    if class_counts is None:
+        return torch.zeros(0, device="cpu")
+    counts = _checked_counts(class_counts, n_classes, "")
+    return torch.from_numpy((counts / counts.sum()).astype(np.float32))
 
 
 def _checked_counts(class_counts: Tensor | np.ndarray | None, n_classes: int, name: str) -> np.ndarray:

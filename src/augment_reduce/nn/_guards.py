@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 WAY_OUT = (
     "Use optimizer=None with sparse_grad=False: the head then has ordinary gradients, which any wrapper and any torch "
@@ -17,14 +18,17 @@ WAY_OUT = (
 )
 
 
-def check_may_move(head: nn.Module, followed: dict[str, nn.Parameter | None]) -> None:
-    """RuntimeError unless the parameters of `head` are the ones that its optimizer moves, and those of one process."""
+def check_may_move(head: nn.Module, followed: dict[str, nn.Parameter | None], n_ranks: int = 1) -> None:
+    """RuntimeError unless the parameters of `head` are the ones that its optimizer moves, and those of `n_ranks`
+    processes that share the classes."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
-        if size > 1:
+        if size != n_ranks:
+            found = f"a head on {n_ranks} of them" if n_ranks > 1 else "a head without process_group"
             raise RuntimeError(
-                f"Expected one process, found {size} in the initialized process group: each would move its own copy "
-                f"of the head's weights, and the copies would drift apart. {WAY_OUT}"
+                f"Expected the classes of a head with an optimizer to be shared by all {size} processes of the "
+                f"initialized process group, found {found}: copies of its weights would drift apart. Pass "
+                f"process_group=torch.distributed.group.WORLD. Or: {WAY_OUT}"
             )
     for name, parameter in followed.items():
         found = getattr(head, name)
@@ -36,6 +40,59 @@ def check_may_move(head: nn.Module, followed: dict[str, nn.Parameter | None]) ->
                 "its changes would be lost. This happens under torch.nn.utils.parametrize, FSDP (fully_shard), DTensor "
                 f"and DataParallel. {WAY_OUT}"
             )
+
+
+def check_left_alone_by_ddp(head: nn.Module) -> None:
+    """RuntimeError if the head's shard is inside a DDP that takes it for a copy of what the other ranks have."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is None:
+        return
+    found = [name for name, module in around.module.named_modules() if module is head]
+    names = {f"{prefix}.{name}".lstrip(".") for prefix in found for name in _names_of(head)}
+    if not names <= around.parameters_to_ignore:
+        raise RuntimeError(
+            "This head's classes are on several ranks, and the DistributedDataParallel around it takes its weights and "
+            "buffers for copies: it has overwritten them with those of rank 0. Call "
+            "augment_reduce.nn.exclude_from_ddp(model) before DistributedDataParallel(model), and construct the head "
+            "anew or load its state again."
+        )
+
+
+def _names_of(head: nn.Module) -> list[str]:
+    return [name for name, _ in (*head.named_parameters(), *head.named_buffers())]
+
+
+def exclude_from_ddp(model: nn.Module) -> nn.Module:
+    """Before `DistributedDataParallel(model)`: leaves the parameters and buffers of those heads in `model` whose
+    classes are on several ranks to these heads. Returns the model."""
+    names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for prefix, module in model.named_modules():
+        if getattr(module, "shards", None) is not None:
+            names |= {f"{prefix}.{name}".lstrip(".") for name in _names_of(module)}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
+    return model
+
+
+GUARDED = "_moved_by_a_head"  # attribute of a parameter that has the hook
+
+
+def guard_against_others(name: str, parameter: nn.Parameter | None) -> None:
+    """From now on a gradient that reaches this parameter by another way than the head raises: whoever made it expects
+    an optimiser of the network to move the parameter, which would then be moved twice."""
+    if parameter is None or not parameter.requires_grad or not parameter.is_leaf or hasattr(parameter, GUARDED):
+        return
+
+    def refuse(reached: Tensor) -> None:
+        if reached.grad is None:  # the head's own pass, which hands on nothing
+            return
+        raise RuntimeError(
+            f"head.{name} is moved by the head's own optimizer, and another part of the loss has a gradient by it, too "
+            "(a tied embedding, a penalty): that gradient would be lost, or another optimiser would move the weights a "
+            f"second time. For a penalty use weight_decay; otherwise: {WAY_OUT}"
+        )
+
+    parameter.register_post_accumulate_grad_hook(refuse)
+    setattr(parameter, GUARDED, True)
 
 
 def _described(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 A head keeps one int64 step counter on its device. Whatever a step needs at random is a hash of the seed, that counter
 and the place it is needed for, so a step can be captured in a CUDA graph, repeated, and resumed from a state dict.
-`kernels/_cuda_draw.py` holds the same arithmetic in Triton; the two agree bit by bit.
+`nn/triton/draw.py` holds the same arithmetic in Triton; the two agree bit by bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: multiples of it are spread evenly over the 32-bit numbers
-ROUNDS = 12  # of the permutation; 8 already pass the tests of tests/test_head_draw.py
+ROUNDS = 12  # of the permutation; 8 already pass the tests of tests/nn/test_draw.py
 MAIN, SECOND, NODE, ROUNDING = 0, 1, 2, 3  # what a random number is for: streams that must not meet
 
 

@@ -5,25 +5,28 @@
     any other   N(m, 1 / precision)        m, log precision                E_q[f'] = 0, precision = -E_q[f'']
 
 with f(v) = log phi(v - psi_y) + sum_{k != y} omega_k log Phi(v - psi_k). Any numbers give a valid bound; it is unbiased
-for the gradient of that bound as long as they do not depend on the classes that estimate it. Three ways to get them:
+for the gradient of that bound as long as they do not depend on the classes that estimate it. Four ways to get them:
 
     "amortised"     predicted from (h, psi_y) by a linear map that learns from every minibatch: O(D) numbers
+    "log-sum-exp"   c(h) = log sum_m e^{mu_m h + beta_m} over M = 64 planes, convex in h as log Z is, moved by Adam on
+                    the bound's own gradient by c; of other models m, beside what it owes to psi_y: O(M D) numbers
     "persistent"    one q for each training row, kept from visit to visit; a new row starts from the prediction
     "fresh"         the prediction, corrected by a second sample of classes, independent of the first. A softmax's c
                     goes half the way: prediction and sample err independently, and the sample's error has a heavy tail
 
-`Local` holds the state; the functions on `parts` (Q, B), Q = 1 or 2, are what `kernels/_cuda_rows.py` repeats.
+`Local` holds the state; the functions on `parts` (Q, B), Q = 1 or 2, are what `nn/triton/rows.py` repeats.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..amortised import (
+from ..local.amortised import (
     LABEL_RATE,
     OFFSET_RATE,
     PRECISION_RANGE,
@@ -32,15 +35,35 @@ from ..amortised import (
     newton,
     residuals,
 )
-from ..noise import Gumbel, Noise
+from ..model.noise import Gumbel, Noise
 from . import _hash
 from ._state import Kept, buffer
 
-MODES = ("amortised", "persistent", "fresh")
+MODES = ("amortised", "log-sum-exp", "persistent", "fresh")
+N_PLANES = 64
+PLANE_RATE, PLANE_BETAS = 5e-3, (0.9, 0.99)  # of their Adam
 MEAN_RATE = 0.01  # of the running means of h and psi_y
 SECOND_SHARE = 0.5  # of "fresh": how far the second sample moves a softmax's c from where it was predicted
 REFINE_NODES = 3  # of "fresh": one random draw would add its own noise to that of the second sample
 MEMORY_POWER = {True: 0.9, False: 0.6}  # of alpha = (2 + visits)^-power: softmax, others (the estimator's choices)
+
+
+class Report(NamedTuple):
+    """Sums over rows: how many, psi_y - its mean and its square, rho (Q,), rho times that, h - mean (D,), rho times
+    that (Q, D), |h - mean|^2; of a log-sum-exp the gradient by its planes (M, D + 1)."""
+
+    n: Tensor
+    label: Tensor
+    label_energy: Tensor
+    rho: Tensor
+    rho_label: Tensor
+    centred: Tensor
+    rho_centred: Tensor
+    energy: Tensor
+    planes: Tensor | None = None
+
+    def plus(self, other: Report) -> Report:
+        return Report(*(a if a is None or b is None else a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
 class Local(Kept):
@@ -54,6 +77,9 @@ class Local(Kept):
     learned: Tensor
     memory: Tensor
     visits: Tensor
+    planes: Tensor
+    plane_moments: Tensor
+    plane_steps: Tensor
 
     def __init__(
         self,
@@ -92,14 +118,31 @@ class Local(Kept):
             ("learned", (1,), torch.int64),
             ("memory", (Q, size), torch.float32),
             ("visits", (size,), torch.int32),
+            *self._plane_shapes(in_features),
         ):
             buffer(self, name, torch.zeros(shape, dtype=dtype, device=device))
         self.reset_buffers()
+
+    def _plane_shapes(self, in_features: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        if self.mode != "log-sum-exp":
+            return []
+        shape = (N_PLANES, in_features + 1)
+        return [
+            ("planes", shape, torch.float32),
+            ("plane_moments", (2, *shape), torch.float32),
+            ("plane_steps", (1,), torch.float32),
+        ]
 
     def reset_buffers(self) -> None:
         for value in self.buffers(recurse=False):
             value.zero_()
         self.offset.copy_(torch.tensor(self._first_guess, device="cpu"))
+        if self.mode == "log-sum-exp":
+            M, D = N_PLANES, self.slope.shape[1]
+            mu = torch.randn(M, D, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * (0.4 / D**0.5)
+            self.planes[:, :D].copy_(mu)
+            self.planes[:, D] = self._first_guess[0] - math.log(M)
+            self.offset[0] = 0.0
 
     @property
     def n_parts(self) -> int:
@@ -110,9 +153,45 @@ class Local(Kept):
         centred = hidden - self.mean.to(hidden.dtype)
         parts = self.offset.to(hidden.dtype)[:, None] + self.slope.to(hidden.dtype) @ centred.T
         parts = parts + self.label_slope.to(hidden.dtype)[:, None] * (psi_y - self.label_mean.to(hidden.dtype))
+        if self.mode == "log-sum-exp":
+            parts = torch.cat([parts[:1] + torch.logsumexp(self._heights(hidden), dim=1), parts[1:]])
         if self.softmax:
             return torch.maximum(parts, psi_y)
         return torch.stack([parts[0], parts[1].clamp(*PRECISION_RANGE)])
+
+    def _heights(self, hidden: Tensor) -> Tensor:
+        """mu_m h + beta_m, (B, M)"""
+        planes = self.planes.to(hidden.dtype)
+        return torch.addmm(planes[:, -1], hidden, planes[:, :-1].T)
+
+    def _of_planes(self, hidden: Tensor, rho: Tensor) -> Tensor | None:
+        """Gradient (M, D + 1) of sum_b rho_b c(h_b) by the planes."""
+        if self.mode != "log-sum-exp":
+            return None
+        share = torch.softmax(self._heights(hidden), dim=1) * rho[0][:, None]
+        return torch.cat([share.T @ hidden, share.sum(0)[:, None]], dim=1)
+
+    def heights(self, hidden: Tensor) -> Tensor:
+        """log sum_m e^{mu_m h + beta_m}, (B,): what the planes say, for kernels."""
+        return torch.logsumexp(self._heights(hidden.detach()), dim=1)
+
+    @torch.no_grad()
+    def learn_planes(self, hidden: Tensor, rho: Tensor, usable: Tensor, n: Tensor) -> None:
+        """As in `move`, of rows whose residuals a kernel wrote."""
+        found = self._of_planes(torch.where(usable[:, None], hidden, 0.0), rho[None])
+        assert found is not None
+        self._move_planes(found / n.clamp_min(1.0), usable.any())
+
+    def _move_planes(self, gradient: Tensor, learned: Tensor) -> None:
+        """Adam, uphill; nothing where no row counted."""
+        learned = learned.to(torch.float32)
+        self.plane_steps += learned
+        t, (b1, b2) = self.plane_steps.clamp_min(1.0), PLANE_BETAS
+        first, second = self.plane_moments
+        first.lerp_(gradient.float(), learned * (1.0 - b1))
+        second.lerp_(gradient.float().square(), learned * (1.0 - b2))
+        step = first / (1.0 - b1**t) / ((second / (1.0 - b2**t)).sqrt() + 1e-8)
+        self.planes += PLANE_RATE * learned * step
 
     def recall(self, parts: Tensor, index: Tensor | None) -> Tensor:
         """Persistent: the kept numbers of rows seen before, the prediction for the others."""
@@ -128,7 +207,7 @@ class Local(Kept):
         return newton(parts, slope, bend, parts.new_tensor(0.7))
 
     def nodes(
-        self, parts: Tensor, key: int, counter: Tensor, n_nodes: int | None = None
+        self, parts: Tensor, key: int, counter: Tensor, n_nodes: int | None = None, *, first_row: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """v (B, J), weights (J,) and a constant (B,): E_q[f(v)] + H[q] = sum_j weight_j f(v_j) + constant.
 
@@ -139,38 +218,48 @@ class Local(Kept):
         n_nodes = self.n_nodes if n_nodes is None else n_nodes
         z, weight = hermite(n_nodes, parts.dtype, parts.device)
         if n_nodes == 1:
-            place = torch.arange(parts.shape[1], device=parts.device)
+            place = torch.arange(first_row, first_row + parts.shape[1], device=parts.device)
             z = _hash.normal(_hash.step_key(key, counter, _hash.NODE), place).to(parts.dtype)[:, None]
         v = parts[0][:, None] + z * torch.exp(-0.5 * parts[1])[:, None]
         return v, weight, 0.5 * (math.log(2.0 * math.pi * math.e) - parts[1])
 
-    def learn(
+    def report(
         self, hidden: Tensor, psi_y: Tensor, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor, seen: Tensor,
-        index: Tensor | None, floor: float | None, counted: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """After the step: the prediction moves towards what the sample says, and so do the rows' own numbers.
+        floor: float | None,
+    ) -> Report:  # fmt: skip
+        """What some rows of a step tell the prediction; sums, so that reports of chunks and of shards add up.
+
+        `seen` (B,) is False for rows to leave out.
+        """
+        rho = torch.where(seen, residuals(self.softmax, predicted, used, slope, bend, floor), 0.0)
+        centred, label = hidden - self.mean.to(hidden.dtype), psi_y - self.label_mean.to(psi_y.dtype)
+        centred, label = torch.where(seen[:, None], centred, 0.0), torch.where(seen, label, 0.0)
+        return Report(
+            seen.sum().to(hidden.dtype), label.sum(), label.square().sum(), rho.sum(1), rho @ label, centred.sum(0),
+            rho @ centred, centred.square().sum(), self._of_planes(hidden, rho),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def move(self, found: Report, learned: Tensor) -> None:
+        """After the step: the prediction moves towards what the sample says. `learned`: whether any row counted.
 
         The best c, or m, solves E[residual] = 0 with curvature 1 by design (`residuals`), so least squares apply, in
         their normalised form (each block of features divided by its energy): for quadratics it cannot diverge while
-        the three rates sum to less than 2. `seen` (B,) is 0 for rows to leave out;
-        `counted` (B,) is True for rows that were left out for their scores alone: a kernel knows of these too late.
+        the three rates sum to less than 2.
         """
-        with torch.no_grad():
-            rho = torch.where(seen > 0, residuals(self.softmax, predicted, used, slope, bend, floor), 0.0)
-            n = seen.sum().clamp_min(1.0)
-            rate = torch.clamp(1.0 / (self.learned + 1.0), min=MEAN_RATE)
-            centred, label = hidden - self.mean.to(hidden.dtype), psi_y - self.label_mean.to(psi_y.dtype)
-            self.mean += rate * (seen @ centred) / n
-            self.label_mean += rate * (seen @ label) / n
-            self.offset += torch.clamp(rate, min=OFFSET_RATE) * (rho.sum(1) / n)
-            energy = (seen[:, None] * centred * centred).sum().clamp_min(1e-12)
-            self.slope += SLOPE_RATE * (rho @ centred) / energy
-            if not self.softmax:
-                label_energy = (seen * label * label).sum().clamp_min(1e-12)
-                self.label_slope += LABEL_RATE * (rho @ label) / label_energy
-            self.learned += (seen > 0 if counted is None else counted).any()
-            if self.mode == "persistent" and index is not None:
-                self.remember(index, used, slope, bend, seen)
+        n = found.n.clamp_min(1.0)
+        rate = torch.clamp(1.0 / (self.learned + 1.0), min=MEAN_RATE)
+        self.mean += rate * found.centred / n
+        self.label_mean += rate * found.label / n
+        linear = torch.ones_like(found.rho)
+        if found.planes is not None:
+            linear[0] = 0.0  # the planes are in its place
+            self._move_planes(found.planes / n, learned)
+        self.offset += torch.clamp(rate, min=OFFSET_RATE) * (linear * found.rho / n)
+        self.slope += SLOPE_RATE * linear[:, None] * found.rho_centred / found.energy.clamp_min(1e-12)
+        if not self.softmax:
+            self.label_slope += LABEL_RATE * found.rho_label / found.label_energy.clamp_min(1e-12)
+        self.learned += learned
 
     def remember(self, index: Tensor, used: Tensor, slope: Tensor, bend: Tensor, seen: Tensor) -> None:
         """Each row's own numbers, moved with step size alpha = (2 + visits)^-power.

@@ -16,22 +16,28 @@ and all that a step needs of it are
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..noise import Gumbel, Noise
+from ..model.noise import Gumbel, Noise
 
 LARGEST_LOG = 60.0  # of a term e^x of a sum that nothing bounds (floor=None): e^60 is far from overflow
+FAR = 40.0  # e^40 times as many classes as there are is still far from overflow
+BLOCK = 1 << 18  # numbers of merged row gradients at a time
+LEAST_BEND = 1e-2  # of a curvature that something is divided by
 LARGEST = 1e15  # of a score, a feature or a gradient that takes part in a step: its square is far from overflow
 
 
 class Objective(NamedTuple):
-    """`bound`, `lift`, `slope`, `bend`, `floored` are (B,); `pull` is (B, S).
+    """`bound`, `lift`, `slope`, `bend`, `floored`, `gap` are (B,); `pull` is (B, S).
 
-    For softmax `slope` holds log Z~ - c instead of the derivative Z~ e^{-c} - 1: how far c is from its best, without
-    losing digits where it is far; `bend` is not used there, and zero.
+    `bound` is the estimate as it is; `floor` acts on `pull` and `lift`, the gradient, alone. For softmax `slope` holds
+    log Z~ - c instead of the derivative Z~ e^{-c} - 1: how far c is from its best, without losing digits where it is
+    far; `bend` is not used there, and zero. `gap` estimates what the bound loses by its c or q: e^s - 1 - s with
+    s = log Z~ - c, to second order slope^2 / (2 |bend|) for other noises.
     """
 
     bound: Tensor
@@ -40,14 +46,88 @@ class Objective(NamedTuple):
     slope: Tensor
     bend: Tensor
     floored: Tensor
+    gap: Tensor
+
+
+class Reduced(NamedTuple):
+    """The sums over classes of each row (B,), all that couples a class to the others: over shards they add up.
+
+    `pull` = sum_k pull_k, `value` = sum_k omega_k log Phi, `bend` = sum_k omega_k (phi / Phi)'. A softmax has `pull`
+    alone, and that in units of e^ref: ref is 0 but where e^{psi - c} would overflow or vanish. Sums are float64: they
+    do not depend on how the classes are split up, once they are rounded to the dtype of the scores.
+    """
+
+    pull: Tensor
+    value: Tensor
+    bend: Tensor
+    ref: Tensor
+
+
+class LabelPart(NamedTuple):
+    """Rows scale_b hidden_b of class target_b: what each row of the minibatch gives to its label."""
+
+    target: Tensor
+    scale: Tensor
+    hidden: Tensor
 
 
 class RowGradient(NamedTuple):
-    """Gradient of the loss by weight rows: `values[i]` and `bias[i]` belong to class `classes[i]`; repeats add up."""
+    """Gradient of the loss by weight rows: `values[i]` and `bias[i]` belong to class `classes[i]`, and each row of
+    `labels` to its label. Repeats add up. Classes beyond those that there are belong to nobody."""
 
     classes: Tensor
     values: Tensor
     bias: Tensor
+    labels: LabelPart | None = None
+
+    def times(self, scale: Tensor) -> RowGradient:
+        scale = scale.to(self.values.dtype)
+        labels = None if self.labels is None else self.labels._replace(scale=self.labels.scale * scale)
+        return RowGradient(self.classes, self.values * scale, self.bias * scale, labels)
+
+    def whole(self, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(classes, values, bias) with the labels' rows written out, of classes that exist."""
+        classes, values, bias = self.classes, self.values, self.bias
+        if self.labels is not None:
+            target, scale, hidden = self.labels
+            classes = torch.cat([classes, target])
+            values = torch.cat([values, scale[:, None] * hidden.to(values.dtype)])
+            bias = torch.cat([bias, scale])
+        kept = classes < n_classes
+        if classes.device.type == "cpu" and bool(kept.all()):
+            return classes, values, bias
+        return classes[kept], values[kept], bias[kept]
+
+    def merged(self, n_classes: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(classes, values, bias) with repeats added up, in blocks of few classes: nothing as large as `whole`."""
+        n, D = len(self.classes), self.values.shape[1]
+        every = self.classes if self.labels is None else torch.cat([self.classes, self.labels.target])
+        ordered, order = torch.sort(every, stable=True)
+        touched, slot = torch.unique_consecutive(ordered, return_inverse=True)
+        touched = touched[touched < n_classes]
+        size = max(1, BLOCK // D)
+        starts = torch.arange(0, len(touched) + size, size, device=slot.device).clamp_max_(len(touched))
+        edges = torch.searchsorted(slot, starts).tolist()  # slots are in order
+        for i, start in enumerate(range(0, len(touched), size)):
+            inside, part = slice(edges[i], edges[i + 1]), touched[start : start + size]
+            yield part, *self._sum_of(order[inside], slot[inside] - start, len(part), n)
+
+    def _sum_of(self, place: Tensor, to: Tensor, size: int, n: int) -> tuple[Tensor, Tensor]:
+        drawn = place < n
+        values = self.values.new_zeros(size, self.values.shape[1])
+        bias = self.bias.new_zeros(size)
+        values.index_add_(0, to[drawn], self.values[place[drawn]])
+        bias.index_add_(0, to[drawn], self.bias[place[drawn]])
+        if self.labels is not None:
+            rows, to = place[~drawn] - n, to[~drawn]
+            scale = self.labels.scale[rows]
+            step = max(1, BLOCK // self.values.shape[1])
+            for at in range(0, len(rows), step):
+                some = slice(at, at + step)
+                own = scale[some, None] * self.labels.hidden[rows[some]].to(values.dtype)
+                values.index_add_(0, to[some], own)
+            bias.index_add_(0, to, scale)
+        return values, bias
 
 
 def label_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,19 +137,27 @@ def label_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Te
     return (psi if bias is None else psi.add_(bias[target].to(hidden.dtype))), rows
 
 
-def shared_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """psi (B, S) of the sampled classes, and their weight rows (S, D) in the dtype of `hidden`.
+def class_rows(
+    weight: Tensor, bias: Tensor | None, classes: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Weight rows (S, D) and biases (S,) of some classes in `dtype`.
 
-    The scores of a class whose weights are not finite are NaN, so that no row with such a class counts; a bias may be
+    The bias of a class whose weights are not finite is NaN, so that no row with such a class counts; a bias may be
     -inf, which leaves its class out.
     """
-    rows = weight[classes].to(hidden.dtype)
-    psi = hidden @ rows.T
+    rows = weight[classes].to(dtype)
+    row_bias = None if bias is None else bias[classes].to(dtype)
     finite = rows.isfinite().all(dim=1)
-    if hidden.device.type != "cpu" or not bool(finite.all()):
-        psi.masked_fill_(~finite, torch.nan)
+    if rows.device.type != "cpu" or not bool(finite.all()):
         rows = torch.where(finite[:, None], rows, 0.0)
-    return (psi if bias is None else psi.add_(bias[classes].to(hidden.dtype))), rows
+        row_bias = torch.where(finite, 0.0 if row_bias is None else row_bias, torch.nan).to(dtype)
+    return rows, row_bias
+
+
+def scores_of(hidden: Tensor, rows: Tensor, row_bias: Tensor | None) -> Tensor:
+    """psi (B, S)"""
+    psi = hidden @ rows.T
+    return psi if row_bias is None else psi.add_(row_bias)
 
 
 def objective(
@@ -80,60 +168,88 @@ def objective(
     log_weight: Tensor,
     nodes: tuple[Tensor, Tensor, Tensor],
     floor: float | None,
+    over_shards: Callable[[Reduced], Reduced] = lambda sums: sums,
 ) -> Objective:
-    """`own` (B, S) is True where a class is the row's label; `psi` is overwritten."""
+    """`own` (B, S) is True where a class is not for this row (its label); `log_weight` is (S,) or (B, S). Overwrites
+    `psi`. `over_shards` makes the sums over these classes sums over all."""
     if type(noise) is Gumbel:
-        return _softmax(psi, psi_y, own, log_weight, nodes[0][:, 0], floor)
-    return _any_noise(noise, psi, psi_y, own, log_weight, nodes, floor)
+        pull, sums = reduce_softmax(psi, psi_y, own, log_weight, nodes[0][:, 0])
+        return finish_softmax(pull, sums.ref, over_shards(sums), psi_y, nodes[0][:, 0], floor)
+    pull, sums = reduce_noise(noise, psi, own, log_weight, nodes)
+    return finish_noise(noise, pull, over_shards(sums), psi_y, nodes, floor)
 
 
-def _softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, c: Tensor, floor: float | None) -> Objective:
-    """L = 1 - c + psi_y - e^{psi_y - c} - sum omega_k e^{psi_k - c}.
+def reduce_softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, c: Tensor) -> tuple[Tensor, Reduced]:
+    """omega_k e^{psi_k - c}, and its sum."""
+    terms = psi.add_(log_weight.to(psi.dtype)).masked_fill_(own, -torch.inf).sub_(c[:, None])
+    top = torch.maximum(terms.amax(dim=1), psi_y - c) if terms.shape[1] else psi_y - c
+    ref = torch.where(top.abs() > FAR, top, 0.0)
+    pull = terms.sub_(ref[:, None]).exp_()
+    total = _total(pull)
+    return pull, Reduced(total, torch.zeros_like(total), torch.zeros_like(total), ref)
 
-    `floor`: c is kept above log Z~ - floor, Z~ = e^{psi_y} + sum omega_k e^{psi_k} from this very sample, so that no
-    row counts more than e^floor times what it should. Where that acts the gradient is no longer unbiased.
-    log Z~ is taken relative to the row's largest term, so that it is exact however far c is from it.
+
+def finish_softmax(
+    pull: Tensor, ref: Tensor, sums: Reduced, psi_y: Tensor, c: Tensor, floor: float | None
+) -> Objective:
+    """L = 1 - c + psi_y - e^{psi_y - c} - sum omega_k e^{psi_k - c} = 1 - c + psi_y - e^slope. `pull` is in units of
+    e^ref.
+
+    `floor`: the gradient is that at a c no lower than log Z~ - floor, Z~ = e^{psi_y} + sum omega_k e^{psi_k} from this
+    very sample, so that no row counts more than e^floor times what it should. There it is no longer unbiased.
     """
-    terms = psi.add_(log_weight.to(psi.dtype)).masked_fill_(own, -torch.inf)
-    top = torch.maximum(terms.amax(dim=1), psi_y)
-    pull = terms.sub_(top[:, None]).exp_()
-    slope = top - c + torch.log(pull.sum(dim=1) + torch.exp(psi_y - top))
+    top = torch.maximum(sums.ref, psi_y - c)
+    total = sums.pull.to(c.dtype)
+    slope = top + torch.log(total * torch.exp(sums.ref - top) + torch.exp(psi_y - c - top))
+    bound = 1.0 - c + psi_y - torch.exp(slope.clamp(max=LARGEST_LOG))
     raised = torch.zeros_like(c) if floor is None else (slope - floor).clamp_min(0.0)
-    c = c + raised
-    pull.mul_(torch.exp((top - c).clamp(max=LARGEST_LOG))[:, None])
-    own_share = torch.exp((psi_y - c).clamp(max=LARGEST_LOG))
-    bound = 1.0 - c + psi_y - own_share - pull.sum(dim=1)
-    return Objective(bound, pull, 1.0 - own_share, slope, torch.zeros_like(slope), raised > 0.0)
+    pull.mul_(torch.exp((ref - raised).clamp(max=LARGEST_LOG))[:, None])
+    lift = 1.0 - torch.exp((psi_y - c - raised).clamp(max=LARGEST_LOG))
+    gap = torch.expm1(slope.clamp(max=LARGEST_LOG)) - slope
+    return Objective(bound, pull, lift, slope, torch.zeros_like(slope), raised > 0.0, gap)
 
 
-def _any_noise(
-    noise: Noise, psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, nodes: tuple[Tensor, Tensor, Tensor],
-    floor: float | None,
-) -> Objective:  # fmt: skip
-    """`floor`: a row whose pulls sum to more than e^floor (1 + |lift|) has them, and its bound's sum, scaled down."""
-    v, node_weight, constant = nodes
+def reduce_noise(
+    noise: Noise, psi: Tensor, own: Tensor, log_weight: Tensor, nodes: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Reduced]:
+    """omega_k sum_j weight_j (phi / Phi)(v_j - psi_k), and the three sums."""
+    v, node_weight, _ = nodes
     omega = torch.exp(log_weight).to(psi.dtype)
-    pull, value, bend = torch.zeros_like(psi), torch.zeros_like(psi_y), torch.zeros_like(psi_y)
+    pull, value = torch.zeros_like(psi), _total(torch.zeros_like(v[:, :0]))
+    bend = torch.zeros_like(value)
     for j, w in enumerate(node_weight.unbind()):
         t = v[:, j, None] - psi
         first, second = noise.dlog_cdf_and_derivative(t)
         pull.add_(first * w)
-        value += w * (noise.log_cdf(t).masked_fill(own, 0.0) @ omega)
-        bend += w * (second.masked_fill(own, 0.0) @ omega)
+        value += w * _total(noise.log_cdf(t).mul_(omega).masked_fill_(own, 0.0))
+        bend += w * _total(second.mul_(omega).masked_fill_(own, 0.0))
     pull.mul_(omega).masked_fill_(own, 0.0)
+    return pull, Reduced(_total(pull), value, bend, torch.zeros_like(v[:, 0]))
+
+
+def _total(terms: Tensor) -> Tensor:
+    """(B,) sums over classes, in float64 where the device has it."""
+    return terms.sum(dim=1, dtype=None if terms.device.type == "mps" else torch.float64)
+
+
+def finish_noise(
+    noise: Noise, pull: Tensor, sums: Reduced, psi_y: Tensor, nodes: tuple[Tensor, Tensor, Tensor], floor: float | None
+) -> Objective:
+    """`floor`: a row whose pulls sum to more than e^floor (1 + |lift|) has them scaled down."""
+    v, node_weight, constant = nodes
     at_label = v - psi_y[:, None]
     lift = -(noise.dlog_prob(at_label) @ node_weight)
-    total = pull.sum(dim=1)
-    bend += noise.d2log_prob(at_label) @ node_weight
+    total, value, of_classes = (x.to(lift.dtype) for x in (sums.pull, sums.value, sums.bend))
+    bend = of_classes + noise.d2log_prob(at_label) @ node_weight
+    bound = noise.log_prob(at_label) @ node_weight + value + constant
     floored = torch.zeros_like(lift, dtype=torch.bool)
     if floor is not None:
         most = torch.exp(lift.new_tensor(floor)) * (1.0 + lift.abs())
         floored = total > most
         shrink = torch.where(floored, most / total, 1.0)
-        pull, value, total = pull.mul_(shrink[:, None]), value * shrink, total * shrink
+        pull, total = pull.mul_(shrink[:, None]), total * shrink
     slope = total - lift  # what the weights see, the floor included: the local step balances just that
-    bound = noise.log_prob(at_label) @ node_weight + value + constant
-    return Objective(bound, pull, lift, slope, bend, floored)
+    return Objective(bound, pull, lift, slope, bend, floored, 0.5 * slope * slope / bend.abs().clamp_min(LEAST_BEND))
 
 
 def gradient_of_hidden(pull: Tensor, lift: Tensor, rows: Tensor, label_rows: Tensor, scale: Tensor) -> Tensor:
@@ -142,11 +258,6 @@ def gradient_of_hidden(pull: Tensor, lift: Tensor, rows: Tensor, label_rows: Ten
     return found.masked_fill_((scale == 0.0)[:, None], 0.0)
 
 
-def gradient_of_rows(
-    hidden: Tensor, classes: Tensor, target: Tensor, pull: Tensor, lift: Tensor, scale: Tensor
-) -> RowGradient:
-    """Gradient of sum_b scale_b (-L_b) by the touched weight rows (S + B of them)."""
-    at_label = lift * scale
-    by_class = pull.T @ (hidden * scale[:, None])
-    values = torch.cat([by_class, at_label[:, None] * -hidden])
-    return RowGradient(torch.cat([classes, target]), values, torch.cat([pull.T @ scale, -at_label]))
+def gradient_of_classes(hidden: Tensor, pull: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of sum_b scale_b (-L_b) by the rows (S, D) and biases (S,) of the sampled classes."""
+    return pull.T @ (hidden * scale[:, None]), pull.T @ scale

@@ -1,7 +1,7 @@
 """Exact answers of a head, for evaluation: over all K classes in blocks, so that B x K numbers never exist at once.
 
 Scores are computed in float32 at least. Softmax needs one pass over blocks of classes. Any other noise integrates
-eq. (5) by quadrature (`augment_reduce.quadrature`), which wants a row's K scores together: blocks of rows.
+eq. (5) by quadrature (`augment_reduce.model.quadrature`), which wants a row's K scores together: blocks of rows.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import quadrature
-from ..noise import Gumbel, Noise
-from ._plain import label_scores, objective
+from ..model import quadrature
+from ..model.noise import Gumbel, Noise
+from ..model.predict import merge_highest
+from ._place import EveryClass
+from ._plain import objective
 
 BLOCK = 1 << 24  # scores alive at once: 64 MB in float32
 
@@ -22,10 +24,9 @@ def in_float(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden.detach().to(torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32))
 
 
-def class_blocks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, block: int = BLOCK
-) -> Iterator[tuple[slice, Tensor]]:
-    """(classes, psi (B, k)) of consecutive blocks of classes."""
+def class_blocks(hidden: Tensor, place: EveryClass, block: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of the weight, psi (B, k)) of consecutive blocks of the classes that are here."""
+    weight, bias = place.weight, place.bias
     K = len(weight)
     size = max(1, min(K, block // max(1, len(hidden))))
     for start in range(0, K, size):
@@ -40,74 +41,72 @@ def row_blocks(hidden: Tensor, n_classes: int, block: int = BLOCK) -> Iterator[s
     return (slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step))
 
 
+def whole_scores(hidden: Tensor, place: EveryClass) -> Tensor:
+    """psi (B, K) of all classes."""
+    return place.whole(torch.cat([psi for _, psi in class_blocks(hidden, place)], dim=1))
+
+
 @torch.no_grad()
-def log_normalizer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def log_normalizer(hidden: Tensor, place: EveryClass) -> Tensor:
     """log sum_k e^{psi_k}, (B,)"""
-    h = in_float(hidden, weight)
+    h = in_float(hidden, place.weight)
     total = torch.full((len(h),), -torch.inf, dtype=h.dtype, device=h.device)
-    for _, psi in class_blocks(h, weight, bias):
+    for _, psi in class_blocks(h, place):
         total = torch.logaddexp(total, torch.logsumexp(psi, dim=1))
-    return total
+    return place.log_sum(total)
 
 
 @torch.no_grad()
-def log_prob(noise: Noise, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+def log_prob(noise: Noise, hidden: Tensor, place: EveryClass, target: Tensor) -> Tensor:
     """log p(y | h), (B,): eq. (1) for softmax, eq. (5) for the others."""
-    h = in_float(hidden, weight)
+    h = in_float(hidden, place.weight)
     if type(noise) is Gumbel:
-        return label_scores(h, weight, bias, target)[0] - log_normalizer(h, weight, bias)
+        return place.label_scores(h, target, slice(None))[0] - log_normalizer(h, place)
     out = torch.empty(len(h), dtype=h.dtype, device=h.device)
-    for rows in row_blocks(h, len(weight)):
-        psi = torch.cat([part for _, part in class_blocks(h[rows], weight, bias)], dim=1)
-        out[rows] = quadrature.log_likelihood(noise, psi, target[rows]).to(h.dtype)
+    for rows in row_blocks(h, place.n_classes):
+        out[rows] = quadrature.log_likelihood(noise, whole_scores(h[rows], place), target[rows]).to(h.dtype)
     return out
 
 
 @torch.no_grad()
 def bound(
-    noise: Noise,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    nodes: tuple[Tensor, Tensor, Tensor],
+    noise: Noise, hidden: Tensor, place: EveryClass, target: Tensor, psi_y: Tensor, nodes: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     """The bound at these nodes with every class in it, (B,): at most log p(y | h) up to the nodes' own error."""
-    h = in_float(hidden, weight)
-    psi_y, _ = label_scores(h, weight, bias, target)
+    h = in_float(hidden, place.weight)
     everyone_out = torch.ones(len(h), 1, dtype=torch.bool, device=h.device)
     label_alone = objective(noise, psi_y[:, None].clone(), psi_y, everyone_out, psi_y.new_zeros(1), nodes, None).bound
-    total = label_alone.clone()
-    for part, psi in class_blocks(h, weight, bias, BLOCK // 4):
+    others = torch.zeros_like(label_alone)
+    for part, psi in class_blocks(h, place, BLOCK // 4):
         classes = torch.arange(part.start, part.stop, device=h.device)
-        own = target[:, None] == classes
+        own = place.rows(target)[:, None] == classes
         found = objective(noise, psi, psi_y, own, psi_y.new_zeros(len(classes)), nodes, None)
-        total += found.bound - label_alone
-    return total
+        others += found.bound - label_alone
+    return label_alone + place.sum_over_classes(others)
 
 
 @torch.no_grad()
-def topk(noise: Noise, hidden: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def topk(noise: Noise, hidden: Tensor, place: EveryClass, k: int) -> tuple[Tensor, Tensor]:
     """(log p, classes) of the k most probable classes, (B, k) each, best first: those of the k highest scores.
 
     (Under any noise that is the same for all classes, a higher score is a higher probability: see `predict.top_k`.)
+    Equal scores go by the lower class, however the classes fall into blocks. A score that is NaN comes after all
+    others, and makes the row's probabilities NaN.
     """
-    if not 1 <= k <= len(weight):
-        raise ValueError(f"Expected k between 1 and n_classes={len(weight)}, found {k}.")
-    h = in_float(hidden, weight)
-    best = torch.full((len(h), 0), -torch.inf, dtype=h.dtype, device=h.device)
-    classes = torch.zeros(len(h), 0, dtype=torch.int64, device=h.device)
+    if not 1 <= k <= place.n_classes:
+        raise ValueError(f"Expected k between 1 and n_classes={place.n_classes}, found {k}.")
+    h = in_float(hidden, place.weight)
+    best = None
     total = torch.full((len(h),), -torch.inf, dtype=h.dtype, device=h.device)
-    for part, psi in class_blocks(h, weight, bias):
+    for part, psi in class_blocks(h, place):
         total = torch.logaddexp(total, torch.logsumexp(psi, dim=1))
-        value, column = psi.topk(min(k, psi.shape[1]), dim=1)
-        best, classes = torch.cat([best, value], 1), torch.cat([classes, column + part.start], 1)
-        best, order = best.topk(min(k, best.shape[1]), dim=1)
-        classes = classes.gather(1, order)
+        best = merge_highest(best, psi, part.start, min(k, len(place.weight)))
+    assert best is not None  # k <= n_classes, so there are some
+    scores, classes = place.highest(*best, k)
     if type(noise) is Gumbel:
-        return best - total[:, None], classes
-    log_p = torch.empty_like(best)
-    for rows in row_blocks(h, len(weight)):
-        psi = torch.cat([part for _, part in class_blocks(h[rows], weight, bias)], dim=1)
+        return scores - place.log_sum(total)[:, None], classes
+    log_p = torch.empty_like(scores)
+    for rows in row_blocks(h, place.n_classes):
+        psi = whole_scores(h[rows], place)
         log_p[rows] = quadrature.log_proba_of(noise, psi, classes[rows]).to(h.dtype)
     return log_p, classes

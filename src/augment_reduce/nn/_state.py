@@ -47,6 +47,7 @@ class Clock(Kept):
     counter: Tensor
     seed: Tensor
     tally: Tensor
+    gauge: Tensor
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
@@ -54,9 +55,10 @@ class Clock(Kept):
         buffer(self, "counter", torch.zeros(1, dtype=torch.int64, device=device))
         buffer(self, "seed", torch.zeros(1, dtype=torch.int64, device=device))
         buffer(self, "tally", torch.zeros(8, dtype=torch.int64, device=device))
+        buffer(self, "gauge", torch.zeros(4, device=device), saved=False)
 
     def reset_buffers(self) -> None:
-        self.counter.zero_(), self.tally.zero_(), self.seed.fill_(self.first_seed)
+        self.counter.zero_(), self.tally.zero_(), self.gauge.zero_(), self.seed.fill_(self.first_seed)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         tally = state_dict.get(prefix + "tally")

@@ -11,14 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..noise import Gumbel, Noise, resolve_noise
-from ..sampler import ClassSampler
+from ..model.noise import Gumbel, Noise, resolve_noise
+from ..sampling import ClassSampler
 from . import _hash, _predict
+from ._autograd import BoundLoss
 from ._backend import backend_for
 from ._checks import check_hidden, check_reduction, check_sample_weight, check_weight, flat_rows
 from ._draw import Drawn, SharedSampler
 from ._local import Local
-from ._step import BAD_TARGETS, BAD_WEIGHTS, BoundLoss, Step
+from ._place import EveryClass
+from ._step import Step
+from ._targets import BAD_TARGETS, BAD_WEIGHTS
 
 __all__ = ["linear_augment_reduce", "linear_sampled_softmax", "log_normalizer", "log_prob", "topk"]
 
@@ -39,7 +42,7 @@ def linear_augment_reduce(
     reduction: str = "mean",
     floor: float | None = 1.0,
     n_nodes: int = 1,
-    sparse_grad: bool = True,
+    sparse_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Negative lower bound on log p(target | hidden), from |S| sampled classes: a loss, at a cost that does not know K.
@@ -91,7 +94,7 @@ def linear_sampled_softmax(
     *,
     sampler: SharedSampler,
     ignore_index: int = -100,
-    sparse_grad: bool = True,
+    sparse_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """log(1 + sum omega_k e^{psi_k - psi_y}), mean over rows: what industry uses, to compare with. Biased, no bound."""
@@ -118,7 +121,7 @@ def linear_sampled_softmax(
 def log_normalizer(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """log sum_k e^{psi_k} over all K classes, in blocks; shape (...) of hidden (..., D). No gradient."""
     _checked(hidden, weight, bias)
-    return _predict.log_normalizer(_rows(hidden), weight, bias).reshape(hidden.shape[:-1])
+    return _predict.log_normalizer(_rows(hidden), EveryClass(weight, bias)).reshape(hidden.shape[:-1])
 
 
 def log_prob(
@@ -141,7 +144,7 @@ def log_prob(
             f"Expected targets in [0, n_classes={len(weight)}) or ignore_index={ignore_index}, but {int(bad.sum())} of "
             f"{len(y)} are outside; first: {int(y[bad][0])}."
         )
-    found = _predict.log_prob(resolve_noise(model), _rows(hidden), weight, bias, torch.where(counts, y, 0))
+    found = _predict.log_prob(resolve_noise(model), _rows(hidden), EveryClass(weight, bias), torch.where(counts, y, 0))
     return torch.where(counts, found, 0.0).reshape(target.shape)
 
 
@@ -150,7 +153,7 @@ def topk(
 ) -> tuple[Tensor, Tensor]:
     """(log p, classes) of the k most probable classes, (..., k) each, best first."""
     _checked(hidden, weight, bias)
-    log_p, classes = _predict.topk(resolve_noise(model), _rows(hidden), weight, bias, k)
+    log_p, classes = _predict.topk(resolve_noise(model), _rows(hidden), EveryClass(weight, bias), k)
     shape = (*hidden.shape[:-1], k)
     return log_p.reshape(shape), classes.reshape(shape)
 

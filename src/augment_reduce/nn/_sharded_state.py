@@ -1,0 +1,278 @@
+"""Checkpoints of networks whose heads share their classes over ranks: saved on R ranks, loaded on any number.
+
+    folder/step-00000120/shard-00001-model-....safetensors      tensors, by torch.distributed.checkpoint
+                         manifest.json                          what they are, and their files; written last
+
+Rows of classes stand in the files in the order of the classes, whatever the ranks were, so that any number of ranks, a
+head in one process or an nn.Linear can read them. All else is the same on every rank, and stored once. No pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .._version import __version__
+from ..persistence.files import ModelFileError
+from ..sharding import Ranks
+from ._shards import Shards
+from .head import AugmentReduceHead
+
+MANIFEST, FORMAT = "manifest.json", 1
+STEP = re.compile(r"step-(\d{8,})")
+ROWS = ("weight", "bias", *(f"optimizer.{x}" for x in ("first", "second", "first_bias", "second_bias", "last")))
+
+
+class Loaded(NamedTuple):
+    """The `step` of a checkpoint, and the tensors that were saved as `extra`."""
+
+    step: int
+    extra: dict[str, Tensor]
+
+
+def save_sharded(
+    model: nn.Module, folder: str | Path, step: int, *, optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Tensor] | None = None, keep: int = 2,
+) -> Path:  # fmt: skip
+    """Save a network, on all ranks together, as `folder/step-...`; the newest `keep` are kept, older ones removed.
+
+    `optimizer`: a torch optimiser of (some of) its parameters; `extra`: tensors that are the same on every rank, such
+    as the state of a generator. A save that is interrupted leaves the checkpoints that there were.
+    """
+    writer = _hugging_face("HuggingFaceStorageWriter")
+    shards, ranks = _shards_of(model)
+    target = Path(folder) / f"step-{step:08d}"
+    part = target.with_name(f".{target.name}.part")
+    with ranks.agree_on_errors("making a checkpoint's folder"):
+        if ranks.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    state = _State(model, shards, optimizer).tensors()
+    state |= {f"extra.{name}": x for name, x in (extra or {}).items()}
+    with ranks.agree_on_errors("writing a checkpoint"), _one_process_is_fine():
+        dcp.save(
+            {name: x for name, x in state.items() if x.numel()}, process_group=ranks.group, no_dist=ranks.size == 1,
+            storage_writer=writer(str(part), save_distributed=True),
+        )  # fmt: skip
+    with ranks.agree_on_errors("finishing a checkpoint"):
+        if ranks.rank == 0:
+            groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+            _write_manifest(part, step, state, groups)
+            shutil.rmtree(target, ignore_errors=True)
+            part.rename(target)
+            for old in _steps(Path(folder))[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def load_sharded(
+    model: nn.Module, folder: str | Path, *, optimizer: torch.optim.Optimizer | None = None
+) -> Loaded | None:
+    """Load the newest checkpoint in `folder` into `model` (and `optimizer`), on all ranks together; None if there is
+    none. One that is not whole is passed over with a warning, and the one before it is taken."""
+    shards, ranks = _shards_of(model)
+    names = ranks.gather_text(json.dumps([path.name for path in _steps(Path(folder))]), "looking for checkpoints")
+    problems: list[str] = []
+    for name in reversed(json.loads(names[0])):
+        path = Path(folder) / name
+        manifest, problem = _read_manifest(path)
+        told = [text for text in ranks.gather_text(problem, "checking a checkpoint") if text]
+        if not told:
+            for text in problems:
+                warnings.warn(f"{text} Going on from {path}.", RuntimeWarning, stacklevel=2)
+            return _load(model, shards, ranks, path, manifest, optimizer)
+        problems.append(told[0])
+    if problems:
+        raise ModelFileError(f"Expected a checkpoint in {folder} that is whole. {' '.join(problems)}")
+    return None
+
+
+def _load(
+    model: nn.Module, shards: dict[str, Shards], ranks: Ranks, path: Path, manifest: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+) -> Loaded:  # fmt: skip
+    state = _State(model, shards, optimizer)
+    with ranks.agree_on_errors(f"loading {path}"):
+        wanted = state.places_for(path, manifest)
+    with ranks.agree_on_errors(f"reading {path}"), _one_process_is_fine():
+        dcp.load(
+            {name: x for name, x in wanted.items() if x.numel()}, process_group=ranks.group, no_dist=ranks.size == 1,
+            storage_reader=_hugging_face("HuggingFaceStorageReader")(str(path)),
+        )  # fmt: skip
+    extra = {name.removeprefix("extra."): x for name, x in wanted.items() if name.startswith("extra.")}
+    state.take(wanted, manifest["param_groups"])
+    return Loaded(manifest["step"], extra)
+
+
+class _State:
+    """The tensors of a model and an optimiser as they stand in files: rows of classes as DTensors in their order."""
+
+    def __init__(self, model: nn.Module, shards: dict[str, Shards], optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.of_rows = {f"model.{head}{name}": found for head, found in shards.items() for name in ROWS}
+        parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        own = {id(p): (shards[head], p.shape) for head in shards for p in _rows_of(model, head)}
+        self.of_parameter = {i: own[id(p)] for i, p in enumerate(parameters) if id(p) in own}
+
+    def _shards_of(self, name: str) -> Shards | None:
+        """Of a tensor with one row a class."""
+        if name.startswith("optimizer."):
+            found = self.of_parameter.get(int(name.split(".")[2]))
+            return None if found is None else found[0]
+        return self.of_rows.get(name)
+
+    def _own(self) -> dict[str, Tensor]:
+        with warnings.catch_warnings():  # of targets out of range: train() raises
+            warnings.simplefilter("ignore")
+            found = {f"model.{name}": x for name, x in self.model.state_dict().items()}
+        if self.optimizer is not None:
+            for i, values in self.optimizer.state_dict()["state"].items():
+                found |= {f"optimizer.state.{i}.{key}": torch.as_tensor(x) for key, x in values.items()}
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: self._in_order(name, x) for name, x in self._own().items()}
+
+    def _in_order(self, name: str, own: Tensor) -> Tensor:
+        shards = self._shards_of(name)
+        if shards is None or shards.ranks.size == 1 or own.shape[:1] != (len(shards.layout),):
+            return own
+        return _as_dtensor(shards, shards.to_chunks(own.detach()), own.shape)
+
+    def places_for(self, path: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
+        """Empty tensors for what is in a checkpoint; ModelFileError where it is of another model."""
+        stored = {name: (_dtype(kind), tuple(shape)) for name, (kind, shape) in manifest["tensors"].items()}
+        own = {name: (x.dtype, tuple(x.shape)) for name, x in self.tensors().items() if name.startswith("model.")}
+        found = {name: facts for name, facts in stored.items() if name.startswith("model.")}
+        for name in sorted(own.keys() | found.keys()):
+            if own.get(name) != found.get(name):
+                raise ModelFileError(
+                    f"Expected {name.removeprefix('model.')} of {_described(own.get(name))} in {path}, found "
+                    f"{_described(found.get(name))}: it is of another model. Construct the model as the saved one was."
+                )
+        kept = {
+            name: facts for name, facts in stored.items() if self.optimizer is not None or name[:10] != "optimizer."
+        }
+        return {name: self._place(name, *facts) for name, facts in kept.items()}
+
+    def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        shards = self._shards_of(name)
+        if shards is None or shards.ranks.size == 1 or not shape or shape[0] != shards.layout.n_classes:
+            return torch.zeros(shape, dtype=dtype)
+        first, end = shards.chunk(shards.ranks.rank)
+        return _as_dtensor(shards, torch.zeros(end - first, *shape[1:], dtype=dtype), shape)
+
+    def take(self, found: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
+        own = {name: self._from_order(name, x) for name, x in found.items()}
+        self.model.load_state_dict({name[6:]: x for name, x in own.items() if name.startswith("model.")})
+        if self.optimizer is None:
+            return
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, x in own.items():
+            if name.startswith("optimizer.state."):
+                i, key = name.split(".", 3)[2:]
+                state.setdefault(int(i), {})[key] = x
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _from_order(self, name: str, x: Tensor) -> Tensor:
+        shards = self._shards_of(name)
+        return x if shards is None or not isinstance(x, DTensor) else shards.from_chunks(x.to_local())
+
+
+def _as_dtensor(shards: Shards, chunk: Tensor, shape: tuple[int, ...]) -> DTensor:
+    whole = torch.Size((shards.layout.n_classes, *shape[1:]))
+    stride = torch.empty(whole, device="meta").stride()
+    mesh = DeviceMesh.from_group(shards.ranks.group, chunk.device.type)  # type: ignore[arg-type]
+    return DTensor.from_local(chunk, mesh, [Shard(0)], run_check=False, shape=whole, stride=stride)
+
+
+def _shards_of(model: nn.Module) -> tuple[dict[str, Shards], Ranks]:
+    """The heads of a model that share classes, by the prefix of their names; and the ranks that save together."""
+    heads = {name: x for name, x in model.named_modules() if isinstance(x, AugmentReduceHead)}
+    shards = {f"{name}." if name else "": x.shards for name, x in heads.items() if x.shards is not None}
+    if shards:
+        return shards, next(iter(shards.values())).ranks
+    alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    if alone:
+        return {}, Ranks(None)
+    raise ValueError("Expected a model with a head that has a process_group: nothing else here is saved by all ranks.")
+
+
+def _rows_of(model: nn.Module, prefix: str) -> list[nn.Parameter]:
+    return list(model.get_submodule(prefix.rstrip(".")).parameters(recurse=False))
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _write_manifest(part: Path, step: int, state: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
+    manifest = {
+        "format": FORMAT, "version": __version__, "step": step,
+        "tensors": {name: [str(x.dtype), list(x.shape)] for name, x in state.items()},
+        "files": {path.name: path.stat().st_size for path in part.iterdir()},
+        "param_groups": groups,
+    }  # fmt: skip
+    (part / MANIFEST).write_text(json.dumps(manifest, default=float), encoding="utf-8")
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
+    """(the manifest, what is wrong with the checkpoint or "")."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            return {}, f"{path} is of format {manifest['format']}, this version reads {FORMAT}."
+        for name, size in manifest["files"].items():
+            if Path(name).name != name:
+                return {}, f"{path / MANIFEST} names a file outside its folder: {name!r}."
+            if not (path / name).is_file():
+                return {}, f"{path} has lost its file {name}."
+            if (path / name).stat().st_size != size:
+                found = (path / name).stat().st_size
+                return {}, f"{path / name} is damaged: expected {size} bytes, found {found}."
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})."
+    return manifest, ""
+
+
+@contextlib.contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _described(facts: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if facts is None else f"shape {facts[1]} in {facts[0]}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ModelFileError(f"Expected the name of a dtype in a checkpoint's manifest, found {name!r}.")
+    return found
+
+
+def _hugging_face(name: str) -> Callable[..., Any]:
+    found = getattr(dcp, name, None)
+    if found is None:
+        raise ImportError(
+            f"Checkpoints over ranks need torch.distributed.checkpoint.{name}, which torch {torch.__version__} lacks. "
+            "Upgrade torch to 2.8 or later; or save head.to_linear(), which one process can load."
+        )
+    return found

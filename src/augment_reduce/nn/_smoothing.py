@@ -1,0 +1,74 @@
+"""What label smoothing and a z-loss add to a softmax's objective: linear in sums over classes, hence unbiased.
+
+Smoothing by s adds s (mean_k psi_k - psi_y) to the bound. With a = h m + b_m, m any row that does not depend on this
+sample, mean_k psi_k = a + (1 / K) sum_k (psi_k - a) is estimated by
+
+    a + (1 / K) [psi_y - a + sum_{k in S} omega_k (psi_k - a)]
+
+whatever m is; a running mean of the class rows takes away what they have in common, and with it most of the noise.
+A z-loss z (log Z)^2, linear in Z about e^c: z (c^2 + 2 c (Z e^{-c} - 1)), right to first order where c is right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._plain import LARGEST_LOG, Objective
+from ._state import Kept, buffer
+
+RATE = 0.01  # of the running mean
+
+
+class ClassMean(Kept):
+    """A running mean of the weight rows and biases of all classes, from the rows that are drawn."""
+
+    row: Tensor
+    bias: Tensor
+    learned: Tensor
+
+    def __init__(self, in_features: int, n_classes: int, device: torch.device) -> None:
+        super().__init__()
+        self.n_classes = n_classes
+        buffer(self, "row", torch.zeros(in_features, device=device))
+        buffer(self, "bias", torch.zeros(1, device=device))
+        buffer(self, "learned", torch.zeros(1, device=device))
+
+    def reset_buffers(self) -> None:
+        for value in self.buffers(recurse=False):
+            value.zero_()
+
+    def learn(self, rows: Tensor, row_bias: Tensor | None, log_weight: Tensor) -> None:
+        """After a step: towards sum_k omega_k w_k / K of its drawn classes."""
+        share = torch.exp(log_weight).to(rows.dtype) / self.n_classes
+        self.learned += 1.0
+        rate = torch.clamp(1.0 / self.learned, min=RATE)
+        drawn = share @ rows
+        usable = drawn.isfinite().all()
+        self.row += torch.where(usable, rate * (drawn - self.row), 0.0)
+        if row_bias is not None:
+            mean = share @ row_bias
+            self.bias += torch.where(mean.isfinite(), rate * (mean - self.bias), 0.0)
+
+
+def with_z_loss(found: Objective, c: Tensor, floor: float | None, z: float) -> Objective:
+    raised = torch.zeros_like(c) if floor is None else (found.slope - floor).clamp_min(0.0)
+    value = c.square() + 2.0 * c * torch.expm1(found.slope.clamp(max=LARGEST_LOG))
+    factor = 1.0 + 2.0 * z * (c + raised)
+    return found._replace(
+        bound=found.bound - z * value, pull=found.pull * factor[:, None], lift=1.0 - (1.0 - found.lift) * factor
+    )
+
+
+def smoothed(
+    found: Objective, psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, anchor: Tensor, smoothing: float,
+    n_classes: int,
+) -> Objective:  # fmt: skip
+    """`pull` gets one more column, for the row m that `anchor` (B,), a, was computed from."""
+    share = torch.exp(log_weight).to(psi.dtype).expand_as(psi).masked_fill(own, 0.0) / n_classes
+    mean = anchor + (psi_y - anchor) / n_classes + (share * (psi - anchor[:, None])).sum(1)
+    rest = 1.0 - 1.0 / n_classes - share.sum(1)
+    pull = torch.cat([found.pull - smoothing * share, -smoothing * rest[:, None]], dim=1)
+    return found._replace(
+        bound=found.bound + smoothing * (mean - psi_y), pull=pull, lift=found.lift - smoothing * (1.0 - 1.0 / n_classes)
+    )
