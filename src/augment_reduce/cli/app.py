@@ -1,7 +1,7 @@
-"""The commands as they are typed, and what happens when something goes wrong.
+"""The commands as typed, and their error handling.
 
-What they do is in `commands` and `demo`, imported only when a command runs: `--help` loads neither torch nor
-scikit-learn. A new command is one function under `@app.command` and `@explained`.
+Their work is in `commands`, `reports.demo` and `reproduction.command`, imported only when a command runs: `--help`
+loads neither torch nor scikit-learn. A new command is one function under `@app.command` and `@explained`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from .._version import __version__
-from ..experiments.command import reproduce
 from . import options as opt
 from . import show
+from .reproduce import reproduce
 from .wording import in_options
 from .writing import STDOUT
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+USERS_FAULTS = (
+    FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError,
+)  # fmt: skip
 
 app = typer.Typer(
     name="augment-reduce",
@@ -64,7 +67,7 @@ def _global_options(
 
 
 def explained(command: Command) -> Command:
-    """Turn what goes wrong in a command into one paragraph on standard error and an exit code."""
+    """Turn an exception of a command into one paragraph on standard error and an exit code."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -84,11 +87,11 @@ def explained(command: Command) -> Command:
 
 
 def _explanation(error: Exception) -> tuple[str, int]:
-    """What to say, and the exit code: 2 where the input is to blame, 1 where running failed."""
+    """The message and the exit code: 2 for invalid input, 1 for a failure while running."""
     text = " ".join(_in_options(error).split())
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}."
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | ValueError):
+    if isinstance(error, USERS_FAULTS):
         return text, BAD_INPUT
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return text, BAD_INPUT
@@ -100,14 +103,14 @@ def _explanation(error: Exception) -> tuple[str, int]:
 
 
 def _in_options(said: Exception | Warning) -> str:
-    """The message, with options in place of arguments; not in what it quotes from a file."""
+    """The message with options in place of Python arguments, except in quotations from a file."""
     fact, advice = getattr(said, "fact", None), getattr(said, "advice", "")
     return in_options(str(said)) if fact is None else f"{fact} {in_options(advice)}".rstrip()
 
 
 @contextlib.contextmanager
 def _data_warnings_shown() -> Iterator[None]:
-    """What was done with a data file that can be read in more than one way is said in a line on standard error."""
+    """Print each `DataFileWarning` (how an ambiguous file was read) as a line on standard error."""
     from ..data.files import DataFileWarning
 
     with warnings.catch_warnings():
@@ -228,9 +231,10 @@ def predict(
 
     [cyan]augment-reduce predict model.safetensors new.txt.gz --top 3 -o predictions.csv[/]
     """
+    from ..persistence.outputs import check_output
     from .commands import load_for_prediction, predict_blocks
     from .reading import read_file
-    from .writing import check_output, is_special, opened
+    from .writing import is_special, opened
 
     chosen = _layout(layout, output, json_output)
     if output != STDOUT and not is_special(output):
@@ -295,6 +299,47 @@ def evaluate(
 
 @app.command(rich_help_panel="Commands")
 @explained
+def convert(
+    data: opt.TextData,
+    output: opt.OutputFolder,
+    format: opt.Format = opt.Formats.auto,
+    label_column: opt.LabelColumn = None,
+    ignore_column: opt.IgnoreColumn = None,
+    header: opt.Header = None,
+    keep_index: opt.KeepIndex = False,
+    zero_based: opt.ZeroBased = None,
+    n_features: opt.NFeatures = None,
+    reduction: opt.Reduction = None,
+    label_names: opt.LabelNames = None,
+    min_count: opt.MinCount = 1,
+    json_output: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Write the rows of a text file as a folder of arrays that [bold]fit[/] maps into memory.
+
+    For rows that are larger than memory: neither this nor a fit to the folder needs memory that grows with the rows but
+    for a few numbers each. [bold]fit[/], [bold]evaluate[/] and [bold]predict[/] take the folder in place of a file.
+
+    [bold]Example[/]: each row has a set of labels; every pair becomes an example.
+
+    [cyan]augment-reduce convert train.txt.gz train-rows --reduction all[/]
+    """
+    from .commands import convert_file
+
+    reading = _reading(
+        format, label_column, ignore_column, header, zero_based, reduction=reduction, label_names=label_names,
+        keep_index=keep_index,
+    )  # fmt: skip
+    summary = convert_file(data, output, reading, n_features=n_features, min_count=min_count)
+    if json_output:
+        show.as_json(summary)
+    elif not quiet:
+        show.conversion(summary)
+
+
+@app.command(rich_help_panel="Commands")
+@explained
 def demo(
     output_dir: Annotated[
         Path, typer.Option(help="A folder for the model and the picture.", rich_help_panel=opt.OUTPUT)
@@ -315,7 +360,7 @@ def demo(
 
     [cyan]augment-reduce demo --output-dir demo-output[/]
     """
-    from ..demo import run
+    from ..reports.demo import run
 
     run(output_dir, seed=seed, n_jobs=n_jobs, quick=quick)
 

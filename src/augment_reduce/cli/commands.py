@@ -1,4 +1,4 @@
-"""What the commands do, apart from how they are typed and shown: files in, a model file or numbers out.
+"""What the commands do: files in, a model file or numbers out. (`app` parses, `show` prints.)
 
 Imported only when a command runs, so that `--help` stays quick.
 """
@@ -16,11 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from ..data import DataFileError
+from ..data import DataFileError, MappedData
+from ..data.convert import convert_rows
+from ..data.mapped_writer import check_new_folder
 from ..estimator import AugmentReduceClassifier
-from ..metrics import Reliability, class_codes, perplexity, precision_at, reliability_curve
-from .reading import FileRows, Reading, feature_names, read_file
-from .writing import check_output, model_bytes, save_model
+from ..persistence.outputs import check_output, save_or_rescue
+from ..reports.metrics import Reliability, class_codes, perplexity, precision_at, reliability_curve
+from .reading import FileRows, Reading, described, feature_names, read_file, read_mapped, without_labels
+from .writing import model_bytes
 
 PRECISION_AT = (1, 3, 5)
 PREDICT_BLOCK = 4096  # rows predicted between two writes
@@ -33,34 +36,79 @@ RESUME_MAY_CHANGE = ("max_iter", "max_epochs", "learning_rate", "n_jobs")
 def fit_file(
     data: Path, output: Path, reading: Reading, parameters: dict[str, Any], *, resume: Path | None, min_count: int
 ) -> dict[str, Any]:
-    """Fit to the examples of a file, or go on with a saved model, and write the model. Returns the summary."""
+    """Fit to the examples of a file, or resume a saved model, and save the model. Returns the summary."""
     check_output(output, [data])
     model = _new_model(parameters) if resume is None else _resumed_model(resume, parameters)
-    source = read_file(data, reading, None if resume is None else model)
-    rows, y, n_rare = _frequent(source, min_count)
+    known, X, y, n_rare = None if resume is None else model, None, None, 0
+    if data.is_dir():
+        X, n_examples, names, space = _mapped(data, reading, known, min_count, model)
+    else:
+        source = read_file(data, reading, known)
+        rows, y, n_rare = _frequent(source, min_count)
+        X, n_examples, names = source.features(rows), len(y), feature_names(source.found)
+        space = model_bytes(model, X, y)
     if resume is not None:
-        _check_same_rows(model, data, len(y))
-    X = source.features(rows)
-    check_output(output, [data], needed_bytes=model_bytes(model, X, y))
+        _check_same_rows(model, data, n_examples)
+    check_output(output, [data], needed_bytes=space)
     started = time.perf_counter()
     with _known_names_unchecked():
         model.fit(X, y)
     seconds = time.perf_counter() - started
-    if resume is None and (names := feature_names(source.found)) is not None:
+    if resume is None and names is not None:
         model.feature_names_in_ = np.asarray(names, dtype=object)
-    save_model(model, output)
-    return _summary(model, output, len(y), seconds) | {"dropped_rare": n_rare}
+    save_or_rescue(model, output)
+    return _summary(model, output, n_examples, seconds) | {"dropped_rare": n_rare}
+
+
+def _mapped(
+    data: Path, reading: Reading, known: AugmentReduceClassifier | None, min_count: int, model: AugmentReduceClassifier
+) -> tuple[MappedData, int, Sequence[str] | None, int]:  # fmt: skip
+    """(a folder of rows, how many there are, names of their features, bytes of a model of them)."""
+    if min_count > 1:
+        raise ValueError(f"Rare labels of {data} are dropped when it is converted: pass min_count to convert.")
+    rows = read_mapped(data, reading, known)
+    if rows.classes is None:
+        raise without_labels(data)
+    return rows, len(rows), feature_names(described(rows)), model_bytes(model, rows.X, rows.classes)
+
+
+# ---- convert ----
+
+
+def convert_file(
+    data: Path, output: Path, reading: Reading, *, n_features: int | None, min_count: int
+) -> dict[str, Any]:
+    """Convert a file to a folder of mapped rows. Returns the summary."""
+    check_new_folder(output)
+    started = time.perf_counter()
+    rows = convert_rows(
+        data, output, reading.format, n_features=n_features,
+        zero_based="auto" if reading.zero_based is None else reading.zero_based,
+        label_column=-1 if reading.label_column is None else reading.label_column,
+        ignore_columns=reading.ignore_columns, header="auto" if reading.header is None else reading.header,
+        keep_index=reading.keep_index, reduction=reading.reduction, min_count=min_count,
+        label_names=reading.label_names,
+    )  # fmt: skip
+    return {
+        "folder": str(output),
+        "rows": len(rows),
+        "features": rows.X.shape[1],
+        "entries": rows.X.nnz,
+        "classes": 0 if rows.classes is None else len(rows.classes),
+        "bytes": sum(file.stat().st_size for file in output.iterdir()),
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def _new_model(parameters: dict[str, Any]) -> AugmentReduceClassifier:
     given = {name: value for name, value in parameters.items() if value is not None}
     model = AugmentReduceClassifier(**given)
-    model._checked_noise()  # nonsense is refused before a large file is read
+    model._checked_noise()  # invalid parameters are refused before a large file is read
     return model
 
 
 def _resumed_model(path: Path, parameters: dict[str, Any]) -> AugmentReduceClassifier:
-    """The saved model, ready to go on; only how long, how fast and how loud may change."""
+    """The saved model, ready to resume; only length, learning rate and threads may change."""
     model = AugmentReduceClassifier.load(path)
     own = model.get_params(deep=False)
     quiet_ones = ("verbose", "random_state")
@@ -78,7 +126,7 @@ def _resumed_model(path: Path, parameters: dict[str, Any]) -> AugmentReduceClass
 
 
 def _check_same_rows(model: AugmentReduceClassifier, data: Path, n_rows: int) -> None:
-    """Every row of training has its own q; on other rows they would be wrong."""
+    """Refuse other rows than those of training: each has a q of its own."""
     known = {len(values) for values in model._fitted.local.values()}
     if known and known != {n_rows}:
         raise DataFileError(
@@ -90,7 +138,7 @@ def _check_same_rows(model: AugmentReduceClassifier, data: Path, n_rows: int) ->
 
 
 def _frequent(source: FileRows, min_count: int) -> tuple[npt.NDArray[np.intp], np.ndarray, int]:
-    """The examples whose label occurs at least `min_count` times, and how many others there were."""
+    """The examples whose label occurs at least `min_count` times, and the number of the others."""
     if min_count <= 1:
         return source.rows, source.y, 0
     _, codes, counts = np.unique(source.y, return_inverse=True, return_counts=True)
@@ -105,7 +153,7 @@ def _frequent(source: FileRows, min_count: int) -> tuple[npt.NDArray[np.intp], n
 
 @contextlib.contextmanager
 def _known_names_unchecked() -> Iterator[None]:
-    """The names were checked while reading; scikit-learn would warn that a plain array has none."""
+    """No warning of scikit-learn about missing feature names: they were checked while reading."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="X does not have valid feature names")
         yield
@@ -131,7 +179,7 @@ def _summary(model: AugmentReduceClassifier, output: Path, n_examples: int, seco
 
 
 def _last(values: np.ndarray) -> float | None:
-    """The newest entry that was measured."""
+    """The last entry that is not NaN."""
     measured = values[~np.isnan(values)]
     return float(measured[-1]) if len(measured) else None
 
@@ -163,7 +211,7 @@ def evaluate_file(
     n_jobs: int | None,
     reliability: Path | None = None,
 ) -> dict[str, Any]:
-    """Log likelihood, accuracy and calibration over the examples, precision at k over the rows they come from."""
+    """Log likelihood, accuracy and calibration over examples, precision at k over rows."""
     if reliability is not None:
         check_picture(reliability, [model_path, data])
     model = load_for_prediction(model_path, n_jobs)
@@ -197,7 +245,7 @@ def evaluate_file(
 
 
 def _check_seen(seen: npt.NDArray[np.bool_], source: FileRows, data: Path, skip_unseen: bool) -> None:
-    """Labels that the model has never seen are refused unless they may be skipped; so is a file with no others."""
+    """Refuse unseen labels unless they may be skipped, and a file with unseen labels only."""
     if not seen.all() and not skip_unseen:
         at = int(np.flatnonzero(~seen)[0])
         raise ValueError(
@@ -212,7 +260,7 @@ def _check_seen(seen: npt.NDArray[np.bool_], source: FileRows, data: Path, skip_
 
 
 def _best(model: AugmentReduceClassifier, X: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The numbers of the few most probable classes of each row, and the probability of the first."""
+    """The numbers of the most probable classes of each row, and the probability of the first."""
     k_max = min(max(PRECISION_AT), len(model.classes_))
     blocks = [(classes, probabilities[:, 0]) for _, classes, probabilities in predict_blocks(model, X, k_max)]
     classes, first = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
@@ -220,8 +268,8 @@ def _best(model: AugmentReduceClassifier, X: Any) -> tuple[npt.NDArray[np.int64]
 
 
 def check_picture(path: Path, inputs: Sequence[Path]) -> None:
-    """Refuse a picture that cannot be drawn, before any work is done."""
-    from ..figures import SUFFIXES
+    """Refuse an invalid picture file before any work is done."""
+    from ..reports.figures import SUFFIXES
 
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"Expected --reliability to name a {', '.join(SUFFIXES)} file, but found {path.name!r}.")
@@ -229,8 +277,8 @@ def check_picture(path: Path, inputs: Sequence[Path]) -> None:
 
 
 def _draw_reliability(path: Path, data: Path, model_path: Path, bins: Reliability) -> None:
-    from ..atomic import replaced_atomically
-    from ..figures import Reliable, draw_reliability
+    from ..reports.figures import Reliable, draw_reliability
+    from ..support.atomic import replaced_atomically
 
     with replaced_atomically(path) as temporary:
         draw_reliability(
@@ -240,7 +288,7 @@ def _draw_reliability(path: Path, data: Path, model_path: Path, bins: Reliabilit
 
 
 def _relevant(source: FileRows, rows: npt.NDArray[np.intp], model: AugmentReduceClassifier) -> sparse.csr_matrix:
-    """(len(rows), K) boolean: the classes that are right for each of the rows."""
+    """(len(rows), K) boolean: the true classes of each row."""
     codes = class_codes(source.pair_y, model.classes_)
     at = np.searchsorted(rows, source.pair_rows).clip(max=len(rows) - 1)
     known = (codes >= 0) & (rows[at] == source.pair_rows)

@@ -1,7 +1,7 @@
 """The options of the command line, each with its help, defined once and shared by the commands.
 
-The choices repeat names that are defined beside torch code (`METHODS`, `OPTIMIZERS`, `SAMPLERS`, `FORMATS`), so that
-`--help` need not import it; a test holds the two together.
+The choices repeat names that are defined in modules which import torch (`METHODS`, `OPTIMIZERS`, `SAMPLERS`,
+`FORMATS`), so that `--help` is quick; a test compares them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Samplings(StrEnum):
     frequency_shared = "frequency-shared"
     head_tail_shared = "head-tail-shared"
     cache_shared = "cache-shared"
-    pointed_shared = "pointed-shared"
+    candidates_shared = "candidates-shared"
     conditional = "conditional"
     all = "all"
 
@@ -84,7 +84,27 @@ class Layouts(StrEnum):
 Data = Annotated[
     Path,
     typer.Argument(
-        metavar="DATA", help="Rows: svmlight, XML repository, npz, npy or csv; gzip, bzip2 or not.", show_default=False
+        metavar="DATA",
+        help="Rows: svmlight, XML repository, npz, npy or csv, gzip, bzip2 or not; or a folder that "
+        "[bold]augment-reduce convert[/] wrote.",
+        show_default=False,
+    ),
+]
+TextData = Annotated[
+    Path,
+    typer.Argument(metavar="IN", help="Rows: svmlight, XML repository or csv; gzip, bzip2 or not.", show_default=False),
+]
+OutputFolder = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", help="A new folder; an existing one is never replaced.", show_default=False),
+]
+NFeatures = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="How many features there are, if the file may lack the last ones. [dim]Default: those that occur.[/dim]",
+        show_default=False,
+        rich_help_panel=FILES,
     ),
 ]
 ModelFile = Annotated[
@@ -197,7 +217,7 @@ PriorVariance = Annotated[
 
 
 def prior_of(variance: float | None) -> float | str | None:
-    """What the estimator calls it: nothing said is "auto", infinity is no prior."""
+    """The estimator's prior_variance: "auto" if not given, None for infinity."""
     return "auto" if variance is None else None if variance == float("inf") else variance
 
 
@@ -234,7 +254,7 @@ ClassSampling = Annotated[
     Samplings | None,
     typer.Option(
         help="Uniform, by frequency, or looking where it matters; for each row, or [bold]-shared[/] by the minibatch. "
-        "[dim]Default: auto: all up to 2,000 classes, above pointed-shared, or head-tail-shared for dense rows.[/dim]",
+        "[dim]Default: auto: all up to 2,000 classes, above candidates-shared, or head-tail-shared where dense.[/dim]",
         show_default=False,
         rich_help_panel=TRAINING,
     ),
@@ -260,7 +280,11 @@ LearningRate = Annotated[
 ]
 NJobs = Annotated[
     int | None,
-    typer.Option(help="Threads. [dim]Default: all cores.[/dim]", show_default=False, rich_help_panel=TRAINING),
+    typer.Option(
+        help="Threads. [dim]Default: NUMBA_NUM_THREADS, or all cores.[/dim]",
+        show_default=False,
+        rich_help_panel=TRAINING,
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Same seed, same result.", min=0, max=2**32 - 1, rich_help_panel=TRAINING)]
 Resume = Annotated[

@@ -1,4 +1,4 @@
-"""Data files as the commands read them: rows, examples, and with a model the features as it knows them."""
+"""Read data files for the commands: rows, examples and, for a given model, its features."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from scipy import sparse
 from ..data import DataFileError, LabelledRows, MultiLabelRows, all_pairs, detect_format, read_rows, reduce_labels
 from ..data.csv_guesses import may_be_index, n_first
 from ..data.files import read_names
+from ..data.mapped import MappedData, as_csr, open_mapped
 from ..data.sparse_text import said_base
 from ..data.tables import Auto, csv_header
 from ..estimator import AugmentReduceClassifier
@@ -21,7 +22,7 @@ from ..estimator import AugmentReduceClassifier
 
 @dataclass(frozen=True)
 class Reading:
-    """How a data file is to be read; None is: find out."""
+    """How to read a data file; None: detect."""
 
     format: str = "auto"
     label_column: str | None = None
@@ -36,9 +37,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of a file, and its examples: example i is row `rows[i]` with label `y[i]`.
+    """The rows of a file and its examples: example i is row `rows[i]` with label `y[i]`.
 
-    `pair_rows`, `pair_y` are all (row, label) pairs of the file: the examples, unless a reduction left some out.
+    `pair_rows`, `pair_y` are all (row, label) pairs of the file; the examples may be fewer, after a reduction.
     """
 
     found: LabelledRows
@@ -48,7 +49,7 @@ class FileRows:
     pair_y: np.ndarray
 
     def features(self, rows: npt.NDArray[np.intp]) -> Any:
-        """The features of those rows; the file's own matrix, not a copy, where that is all of them in order."""
+        """The features of those rows; the file's own matrix, not a copy, if these are all rows in order."""
         X = self.found.X
         return X if np.array_equal(rows, np.arange(X.shape[0])) else X[rows]
 
@@ -56,7 +57,9 @@ class FileRows:
 def read_file(
     path: Path, reading: Reading, model: AugmentReduceClassifier | None = None, *, need_labels: bool = True
 ) -> FileRows:
-    """Read a data file; with a model, so that features mean what they meant in training."""
+    """Read a data file, or map a folder of rows; for a given model, with features numbered and named as in training."""
+    if path.is_dir():
+        return _of_mapped(path, read_mapped(path, reading, model), need_labels)
     format = detect_format(path) if reading.format == "auto" else reading.format
     columns = _csv_columns(path, reading, model, need_labels) if format == "csv" else {}
     found = read_rows(
@@ -75,12 +78,7 @@ def read_file(
         return FileRows(found, nothing, nothing, nothing, nothing)
     if found.labels is None:
         if found.y is None:
-            raise DataFileError(
-                path,
-                expected="a label on every row",
-                found="none",
-                advice="Labels are needed here; if they are in another file, name it (labels=).",
-            )
+            raise without_labels(path)
         rows, y = np.arange(found.n_rows), _named(path, found.y, found, reading)
         return FileRows(found, rows, y, rows, y)
     sets = MultiLabelRows(sparse.csr_matrix(found.X), found.labels)
@@ -90,8 +88,54 @@ def read_file(
     return FileRows(found, chosen.rows, y, pairs.rows, pair_y)
 
 
+def read_mapped(path: Path, reading: Reading, model: AugmentReduceClassifier | None = None) -> MappedData:
+    """Map a folder of rows that `convert` wrote; for a given model, of its features."""
+    if reading != Reading():
+        raise ValueError(
+            f"{path} is a folder of converted rows, which is read as it is: how to read a file (format=, reduction=, "
+            "label_column and the like) is said when it is converted. Leave these out here."
+        )
+    data = open_mapped(path)
+    if model is None:
+        return data
+    n_features, known = model.n_features_in_, getattr(model, "feature_names_in_", None)
+    counted = known is not None and [*known[:2]] == ["0", "1"][: len(known)]  # of a 0-based svmlight file
+    names = data.feature_names if known is not None and not counted else None
+    misnamed = names is not None and known is not None and names != list(known)
+    if data.X.shape[1] > n_features or misnamed or (counted and data.zero_based is False):
+        raise DataFileError(
+            path, expected=f"rows of the {n_features:,} features that the model was trained on",
+            found=f"{data.X.shape[1]:,}" if data.X.shape[1] > n_features else "others",
+            advice="Convert them as the training rows were: the same columns, and zero_based as it was there.",
+        )  # fmt: skip
+    X = as_csr(data.X.data, data.X.indices, data.X.indptr, (len(data), n_features))  # the last ones may be missing
+    return MappedData(X, data.coded, data.path, data.feature_names, data.zero_based)
+
+
+def described(data: MappedData) -> LabelledRows:
+    return LabelledRows(data.X, None, "mapped", feature_names=data.feature_names, zero_based=data.zero_based)
+
+
+def _of_mapped(path: Path, data: MappedData, need_labels: bool) -> FileRows:
+    rows, y = np.arange(len(data)), data.y
+    if y is None:
+        if need_labels:
+            raise without_labels(path)
+        y = np.empty(0)
+    return FileRows(described(data), rows, y, rows, y)
+
+
+def without_labels(path: Path) -> DataFileError:
+    return DataFileError(
+        path,
+        expected="a label on every row",
+        found="none",
+        advice="Labels are needed here; if they are in another file, name it (labels=).",
+    )
+
+
 def _named(path: Path, y: np.ndarray, found: LabelledRows, reading: Reading) -> np.ndarray:
-    """Label numbers as names, where the file or --label-names gives names."""
+    """Label names for label numbers, if the file or --label-names gives them."""
     names = found.class_names if reading.label_names is None else read_names(reading.label_names)
     if names is None:
         return y
@@ -107,8 +151,8 @@ def _named(path: Path, y: np.ndarray, found: LabelledRows, reading: Reading) -> 
 
 
 def _zero_based(path: Path, format: str, reading: Reading, model: AugmentReduceClassifier | None) -> Any:
-    """As the user says, or a comment of the file; without a model found out; with one as in its training file, see
-    `feature_names`."""
+    """As the user or a comment of the file says; else detected, or, given a model, as in its training file (see
+    `feature_names`)."""
     if reading.zero_based is not None:
         return reading.zero_based
     if model is None or format != "svmlight":
@@ -121,9 +165,9 @@ def _zero_based(path: Path, format: str, reading: Reading, model: AugmentReduceC
 
 
 def feature_names(found: LabelledRows) -> Sequence[str] | None:
-    """What the model is to remember of the features: the columns of a csv file; svmlight indices if they count from 0.
+    """The feature names to store in the model: the columns of a csv file; the indices of a 0-based svmlight file.
 
-    A test file may lack feature 0, so it cannot be trusted to tell; counting from 1 is the rule, and needs no names.
+    A test file may lack feature 0, so this cannot be detected then. 1-based indices are the default and need no names.
     """
     if found.zero_based and found.n_features:
         return [str(i) for i in range(found.n_features)]
@@ -133,7 +177,7 @@ def feature_names(found: LabelledRows) -> Sequence[str] | None:
 def _csv_columns(
     path: Path, reading: Reading, model: AugmentReduceClassifier | None, need_labels: bool
 ) -> dict[str, Any]:
-    """Which column holds the label and which are left out: with a model, all that it has not been trained on."""
+    """The label's column and the ignored ones: given a model, all columns that it was not trained on."""
     if reading.labels is not None and reading.label_column is not None:
         raise ValueError("The labels are in another file (labels=), so no column of this one has them (label_column).")
     label = -1 if reading.label_column is None else reading.label_column
@@ -147,7 +191,7 @@ def _csv_columns(
     known = getattr(model, "feature_names_in_", None)
     if known is not None:
         return _known_columns(path, reading, list(known), need_labels)
-    # Trained on a file without names: the columns must simply be as many.
+    # Trained on a file without names: only the number of columns is compared.
     fields, named = csv_header(path, header=header)
     n_columns = len(fields) - (n_first(fields) if named else 0)
     bare = not need_labels and reading.label_column is None and n_columns == model.n_features_in_
@@ -155,7 +199,7 @@ def _csv_columns(
 
 
 def _known_columns(path: Path, reading: Reading, known: Sequence[str], need_labels: bool) -> dict[str, Any]:
-    """As `_csv_columns`, for a model that knows its features by name: from a header, whatever that looks like."""
+    """`_csv_columns` for a model with feature names: the first line is the header, whatever it looks like."""
     header, _ = csv_header(path, header=reading.header is not False)
     missing = [name for name in known if name not in header]
     if missing:
@@ -167,7 +211,7 @@ def _known_columns(path: Path, reading: Reading, known: Sequence[str], need_labe
             advice="Give the same columns as in training, in any order, with a header line that names them.",
         )
     others = [name for name in dict.fromkeys(header) if name not in set(known)]
-    columns = {"header": True, "keep_index": True}  # an index that is no feature of the model is among the others
+    columns = {"header": True, "keep_index": True}  # an index that is no feature is among the others
     if not need_labels or reading.labels is not None:
         return columns | {"label_column": None, "ignore_columns": others}
     label = reading.label_column

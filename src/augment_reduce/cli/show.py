@@ -1,4 +1,4 @@
-"""What a person or a program sees of the results: tables in words, csv, JSON."""
+"""Results on the terminal: tables, csv, JSON."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def error(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """One line on standard error that is no error."""
+    """One line on standard error, for information."""
     Console(stderr=True).print(f"[bold]Note:[/] {escaped(message)}", highlight=False, soft_wrap=True)
 
 
 def escaped(text: str) -> str:
-    """Text that rich prints as it is."""
+    """Text escaped for rich."""
     return text.replace("\\", "\\\\").replace("[", r"\[")
 
 
 def as_json(result: dict[str, Any]) -> None:
-    """One object on standard output; infinities, which JSON has not, become null."""
+    """One JSON object on standard output; infinities become null."""
     finite = {name: None if value in (float("inf"), float("-inf")) else value for name, value in result.items()}
     sys.stdout.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def table(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Name, number, and what it means."""
+    """A table of names, numbers and explanations."""
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -68,6 +68,18 @@ def fit_summary(summary: dict[str, Any]) -> None:
         ended = "stopped early" if summary["stopped_early"] else "ran to the end"
         rows.append(("validation", f"{validation:.4f}", f"log likelihood of held-out examples; {ended}"))
     table([*rows, ("written", f"{summary['bytes'] / 1e6:,.1f} MB", summary["model"])])
+
+
+def conversion(summary: dict[str, Any]) -> None:
+    table(
+        [
+            ("rows", f"{summary['rows']:,}", ""),
+            ("features", f"{summary['features']:,}", ""),
+            ("classes", f"{summary['classes']:,}", "" if summary["classes"] else "rows to predict for: no labels"),
+            ("entries", f"{summary['entries']:,}", f"{summary['seconds']:.1f} s"),
+            ("written", f"{summary['bytes'] / 1e6:,.1f} MB", summary["folder"]),
+        ]
+    )
 
 
 def evaluation(result: dict[str, Any]) -> None:

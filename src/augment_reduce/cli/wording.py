@@ -1,10 +1,10 @@
-"""Messages of the library as the command line says them: options in place of the arguments of Python functions."""
+"""The library's messages for the command line: options in place of Python arguments."""
 
 from __future__ import annotations
 
 import re
 
-SAID = {  # what is not the name with dashes
+SAID = {  # options that are not the argument's name with dashes
     "random_state": "--seed",
     "ignore_columns": "--ignore-column",
     "zero_based": "--zero-based or --one-based",
@@ -20,10 +20,10 @@ SAID = {  # what is not the name with dashes
 WITH_UNDERSCORES = (
     "label_column", "ignore_columns", "label_names", "zero_based", "keep_index", "min_count", "prior_variance",
     "class_weight", "n_sampled_classes", "class_sampling", "batch_size", "learning_rate", "n_jobs", "random_state",
-    "max_epochs", "max_iter", "early_stopping", "validation_fraction",
+    "max_epochs", "max_iter", "early_stopping", "validation_fraction", "n_features",
 )  # fmt: skip
 ALSO_WORDS = ("format", "header", "labels", "reduction", "model", "method", "preset", "optimizer", "resume")
-QUOTED = r"""(?<!\w)'[^']*'|"[^"]*\""""  # what the user wrote, or the file: left as it is; but not the 's of a genitive
+QUOTED = r"""(?<!\w)'[^']*'|"[^"]*\""""  # quoted text is kept; the 's of a genitive is no quote
 VALUE = r"""=(?P<value>'[^']*'|"[^"]*"|(?:[\w-]+(?:\.[\w-]+)*)?)"""
 SET = VALUE.replace("value", "set")
 ARGUMENT = re.compile(

@@ -1,17 +1,15 @@
-"""Where results go: checked before any work, and a trained model is not lost where its place fails."""
+"""Text output (standard output, a device, a file written atomically); the expected size of a model file."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import stat
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ..atomic import check_writable, replaced_atomically
+from ..support.atomic import replaced_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,32 +19,21 @@ if TYPE_CHECKING:
 STDOUT = Path("-")
 
 
-class SavedElsewhereError(OSError):
-    """The model could not be written where it was to go, and is in another file."""
-
-
-def check_output(output: Path, inputs: Sequence[Path], option: str = "--output", needed_bytes: int = 0) -> None:
-    """Refuse a place that cannot be written, or that is an input, before any work is done."""
-    check_writable(output, needed_bytes)
-    if any(output.exists() and given.exists() and output.samefile(given) for given in inputs):
-        raise ValueError(f"{output} is also a file to be read; writing would destroy it. Choose another {option}.")
-
-
 # ---- models ----
 
 
 def model_bytes(model: AugmentReduceClassifier, X: Any, y: np.ndarray) -> int:
-    """About as many as the file of this model will have, once it is trained on these rows."""
+    """About the size of this model's file after training on these rows."""
     import numpy as np
     import torch
     from scipy import sparse
 
-    from ..defaults import Shape, resolve
-    from ..edge import memory_bytes
-    from ..noise import resolve_noise
+    from ..config.defaults import Shape, resolve
+    from ..config.validation import memory_bytes
+    from ..model.noise import resolve_noise
 
     n_classes = len(np.unique(y))
-    if n_classes < 2:  # which `fit` refuses
+    if n_classes < 2:  # `fit` will refuse it
         return 0
     is_sparse = sparse.issparse(X)
     shape = Shape(X.shape[0], X.shape[1], n_classes, X.nnz if is_sparse else X.size, sparse=is_sparse)
@@ -55,41 +42,12 @@ def model_bytes(model: AugmentReduceClassifier, X: Any, y: np.ndarray) -> int:
     return sum(sizes[name] for name in ("weights", "optimiser state", "per-row state"))
 
 
-def save_model(model: AugmentReduceClassifier, output: Path) -> None:
-    """Save a model that took long to train; where that fails somewhere else, and say where."""
-    try:
-        model.save(output)
-        return
-    except OSError as error:
-        reason = error
-    for folder in dict.fromkeys((output.parent.absolute(), Path.cwd(), Path(tempfile.gettempdir()))):
-        other = _free_name(folder, output)
-        try:
-            model.save(other)
-        except OSError:
-            continue
-        raise SavedElsewhereError(f"{_sentence(reason)} The model is whole, but in another file: {other}") from reason
-    raise SavedElsewhereError(
-        f"{_sentence(reason)} Nor could it be written elsewhere, so the model is lost. Make room, and fit again."
-    ) from reason
-
-
-def _free_name(folder: Path, output: Path) -> Path:
-    stem, suffix = output.stem[:50], output.suffix[:20]
-    names = (folder / f"{stem}-rescued{n or ''}{suffix}" for n in itertools.count())
-    return next(name for name in names if not name.exists())
-
-
-def _sentence(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}." if error.filename is not None else str(error)
-
-
 # ---- text ----
 
 
 @contextlib.contextmanager
 def opened(output: Path) -> Iterator[IO[str]]:
-    """Standard output, a FIFO or a device as it is; or a file that appears under its name only when it is whole."""
+    """A text stream: standard output, a FIFO or a device; or a file that is renamed into place when complete."""
     if output == STDOUT:
         yield sys.stdout
     elif is_special(output):
@@ -101,7 +59,7 @@ def opened(output: Path) -> Iterator[IO[str]]:
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is there, and neither a file nor a folder."""
+    """Whether it exists and is neither a file nor a folder."""
     try:
         mode = path.stat().st_mode
     except OSError:

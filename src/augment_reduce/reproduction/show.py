@@ -1,4 +1,4 @@
-"""How the tables look: one description of the columns, for the terminal, the page, csv and json."""
+"""The columns of the tables, described once for the terminal, the page, csv and json."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .._version import __version__
 from .cells import machine, versions
 from .settings import METHODS, STUDIES
 from .store import FORMAT, FORMAT_VERSION, Store, plain
-from .tables import Row
+from .tables import Row, origin_of
 
 MINUS = "\N{MINUS SIGN}"
 Format = Callable[[float], str]
 
 
 def decimals(n: int, sign: str = "-") -> Format:
-    """So many decimals; powers of ten where a number ran away (a diverged cell)."""
+    """Fixed decimals; an exponent for very large numbers (a diverged cell)."""
     return lambda value: f"{value:{sign}.{n}{'f' if abs(value) < 1e5 else 'e'}}".replace("-", MINUS)
 
 
@@ -44,7 +44,7 @@ def scientific(n: int) -> Format:
 
 
 def duration(value: float) -> str:
-    """Seconds, or hours where the paper has hours."""
+    """Seconds, or hours if the paper has hours."""
     return f"{value / 3600:.2f} h" if value >= 3600 else f"{value:.3g} s"
 
 
@@ -81,7 +81,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Merged(Column):
-    """Ours, with the difference in brackets where there is one; the paper's in brackets where ours is missing."""
+    """Ours, with the difference in brackets if there is one; the paper's in brackets if ours is missing."""
 
     def text(self, row: Row) -> str:
         assert self.format is not None
@@ -204,7 +204,7 @@ def to_terminal(name: str, rows: Sequence[Row], console: Console) -> list[str]:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """Every key of every row, in the order in which they first occur; empty where there is no value."""
+    """All keys of all rows, in order of first occurrence; empty if a row has no value."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, keys, lineterminator="\n")
@@ -214,10 +214,13 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def write(store: Store, tables: Mapping[str, Sequence[Row]], asked: int | None) -> None:
-    """results.json, and a csv file of every table."""
+    """results.json, and a csv file of every table: date, machine and version first (of a cell, its own)."""
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    origin = origin_of(written, machine(), versions())
+    tables = {name: [{**origin, **row} for row in rows] for name, rows in tables.items()}
     results: dict[str, Any] = {
         "format": FORMAT, "version": FORMAT_VERSION, "written_by": __version__, "asked_iterations": asked,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "machine": machine(),
+        "written": written, "versions": versions(), "machine": machine(),
     }  # fmt: skip
     store.write_json(store.folder / "results.json", plain({**results, **tables}))
     for name, rows in tables.items():

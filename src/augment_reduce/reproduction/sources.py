@@ -1,4 +1,4 @@
-"""The data of a study: the files themselves, or random data of their shape where only time is measured."""
+"""The data of a study: its files, or random data of their shape for timing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .settings import STUDIES, Study
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to train on and, where there are any, rows to test on; `identity` tells one set of rows from another."""
+    """Training rows and, if there are any, test rows; `identity` distinguishes sets of rows."""
 
     dataset: Dataset
     X: Any
@@ -29,7 +29,7 @@ class Source:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The labels alone would not do: two splits of as many rows of each class have the same."""
+        """Not of the labels alone: two splits with equal class counts have the same ones."""
         parts = (self.X.data, self.X.indices, self.X.indptr) if sparse.issparse(self.X) else (self.X,)
         features = 0
         for part in parts:
@@ -40,7 +40,7 @@ class Source:
 
 @lru_cache(maxsize=1)
 def load(study: Study, path: Path | None, seed: int) -> Source:
-    """The rows of a study, as the paper prepares them, drawn by `seed` (`Study.seed_of_rows`). The last stay loaded."""
+    """The rows of a study, as the paper prepares them, split by `seed` (`Study.seed_of_rows`); the last is cached."""
     if study.of_shape is not None:
         dataset = random_like(study.of_shape)
     else:
@@ -48,14 +48,14 @@ def load(study: Study, path: Path | None, seed: int) -> Source:
         assert isinstance(found, Dataset)
         dataset = found
     X, y = dataset.train
-    if X.shape[1] == 0:  # scikit-learn wants a column: one without entries, whose weights nothing ever touches
+    if X.shape[1] == 0:  # scikit-learn requires a column: one without entries, whose weights are never updated
         X = sparse.csr_matrix((X.shape[0], 1), dtype=np.float32)
     X_test, y_test = (None, None) if dataset.test is None else dataset.test
     return Source(dataset, X, y, X_test, y_test)
 
 
 def how_to_get(name: str) -> str:
-    """Where the files of a dataset are to be had and to be put, in a sentence that holds on any machine."""
+    """Where to get the files of a dataset and where to put them, without paths of this machine."""
     home = HOMES[name]
     files = ", ".join(dict.fromkeys(file.names[0] for file in home.files.values()))
     return (
@@ -65,7 +65,7 @@ def how_to_get(name: str) -> str:
 
 
 def survey(names: Iterable[str], path: Path | None) -> dict[str, dict[str, Any]]:
-    """Table 1 as found: by dataset its statistics, or under "missing" what to get and where to put it."""
+    """Table 1 of the data found: the statistics by dataset, or under "missing" what to get and where to put it."""
     if path is not None and not path.is_dir():
         raise NotADirectoryError(
             f"Expected --data to be the folder that holds mnist/, bibtex/ and so on, but there is no folder {path}."

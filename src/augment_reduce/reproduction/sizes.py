@@ -1,7 +1,6 @@
-"""Quality against the number of sampled classes, and against seconds: what `benchmarks/bench_sizes.py` measured.
+"""Quality against the number of sampled classes, and against seconds: what `benchmarks/studies/sizes.py` measured.
 
-A report shows it where its folder holds the benchmark's `sizes.csv`: softmax with our own optimiser and prior, not the
-paper's.
+A report includes it if `sizes.csv` is in its folder: softmax with our own optimiser and prior, not the paper's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ import numpy as np
 
 from .figure import Line, Panel
 
-COLUMNS = ("dataset", "method", "sampled", "epochs", "seconds", "log likelihood", "P@1")
+COLUMNS = (
+    "date", "machine", "version",
+    "dataset", "method", "sampled", "epochs", "seconds", "log_likelihood", "precision_at_1",
+)  # fmt: skip
 METHODS = {"augment-reduce": "softmax", "one-vs-each": "one-vs-each", "sampled-softmax": "sampled-softmax"}
 TITLES = {"mnist": "MNIST", "bibtex": "Bibtex", "omniglot": "Omniglot", "debian-5k": "debian-deps, 5,694 classes"}
 
@@ -22,7 +24,7 @@ Row = Mapping[str, str]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of such a file; none where there is no file, or it is another kind of table."""
+    """The rows of such a file; none if there is no file or it has other columns."""
     if not path.is_file():
         return []
     with open(path, newline="", encoding="utf-8") as file:
@@ -31,7 +33,7 @@ def read(path: Path) -> list[Row]:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """For every set: where each number of classes ends, with exact as a line; and the way there, with the most."""
+    """For every dataset: the final value by number of classes (exact as a line), and the curve of the largest."""
     found = []
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         here = [row for row in rows if row["dataset"] == dataset]
@@ -51,8 +53,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _way(rows: Sequence[Row], method: str, sampled: int | None = None) -> tuple[np.ndarray, np.ndarray] | None:
-    """Seconds and log likelihoods of one fit, as it went on."""
+    """Seconds and log likelihoods of one fit."""
     fit = [row for row in rows if row["method"] == method and sampled in (None, int(row["sampled"]))]
     if not fit:
         return None
-    return np.array([float(row["seconds"]) for row in fit]), np.array([float(row["log likelihood"]) for row in fit])
+    return np.array([float(row["seconds"]) for row in fit]), np.array([float(row["log_likelihood"]) for row in fit])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..figures import BLUE, FAINT, GREEN, GRID, INK, ORANGE, PURPLE, RED
+from ..reports.figures import BLUE, FAINT, GREEN, GRID, INK, ORANGE, PURPLE, RED
 from .evaluate import moving_average
 from .settings import METHODS, REAL, STUDIES, TABLE3
 from .store import Store
@@ -23,7 +23,7 @@ COLORS = {
     "softmax": BLUE, "one-vs-each": ORANGE, "exact": INK, "sampled-softmax": GREEN, "probit": PURPLE, "logistic": RED,
 }  # fmt: skip
 STYLES = {"one-vs-each": (0, (6, 2)), "sampled-softmax": (0, (2, 1.5)), "probit": (0, (8, 2, 2, 2))}
-MOST_POINTS = 400  # a line of a small panel needs no more
+MOST_POINTS = 400  # enough points for a line of a small panel
 SVG_NAMES = {INK: "ink", FAINT: "faint", GRID: "grid", **{COLORS[m]: f"c-{m}" for m in COLORS if m != "exact"}}
 
 
@@ -45,7 +45,7 @@ class Panel:
     level: float | None = None
     targets: tuple[tuple[str, float], ...] = ()
     message: str = ""
-    log_x: bool = False  # points that few are shown as such, and all of them
+    log_x: bool = False  # up to so many points are drawn as markers
 
 
 def bound_panels(store: Store, records: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> list[Panel]:
@@ -161,7 +161,7 @@ def _few_ticks(axes: Any) -> None:
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
-    """Room for all but the steep start: each line from a tenth of its way on. Of few points: for all of them."""
+    """Limits that show each line from its first tenth on (without the steep start); all points if they are few."""
     left_out = far_below(panel)
     lines = [line for line in panel.lines if not any(line is other for other in left_out)]
     shown = [line.y if panel.log_x else line.y[line.x >= 0.1 * line.x[-1]] for line in lines]
@@ -177,7 +177,7 @@ def _limits(panel: Panel) -> tuple[float, float]:
 
 
 def far_below(panel: Panel) -> list[Line]:
-    """Lines of few points that would press all others together: three times their spread below them. Said in words."""
+    """Lines of few points that would squeeze the others (three times their spread below); given in words instead."""
     found = []
     for line in panel.lines if panel.log_x else ():
         level = [] if panel.level is None else [panel.level]

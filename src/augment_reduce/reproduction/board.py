@@ -1,4 +1,4 @@
-"""What a person sees while cells run: a bar over all cells and one for each under way; or lines, in a log."""
+"""Progress of the cells: a bar over all cells and one for each running cell; in a log, lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-LINE_SECONDS = 60.0  # in a log: how often a cell under way is worth a line
+LINE_SECONDS = 60.0  # seconds between two lines about a running cell, in a log
 
 
 class Board:
-    """A context manager around the run; silent where `quiet`."""
+    """A context manager around the run; silent if `quiet`."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, quiet=quiet)

@@ -1,6 +1,6 @@
-"""Paper | ours | difference: every table as rows of plain values, from the cells that are finished.
+"""Paper | ours | difference: every table as rows of plain values, from finished cells.
 
-Rows of datasets whose files are missing are there all the same, with what to do in `note`. Means are over seeds;
+Datasets with missing files have rows, too, with advice in `note`. Means are over seeds;
 `_sd` is the standard deviation between seeds, empty for one seed.
 """
 
@@ -42,7 +42,7 @@ def cells_of(records: Records, dataset: str, method: str, kind: str) -> list[Map
 
 
 def mean_sd(cells: Records, metric: str | Callable[[Mapping[str, Any]], Any]) -> tuple[float | None, float | None]:
-    """Mean over seeds, and the standard deviation between them; None where there is nothing to say."""
+    """Mean over seeds and standard deviation between them; None if not defined."""
     read = (lambda metrics: metrics.get(metric)) if isinstance(metric, str) else metric
     values = [read(cell["metrics"]) for cell in cells]
     if not values or any(value is None for value in values):
@@ -51,13 +51,13 @@ def mean_sd(cells: Records, metric: str | Callable[[Mapping[str, Any]], Any]) ->
 
 
 def where(cell: Mapping[str, Any]) -> str:
-    """Processor, cores and threads: what has to be the same for two times to be compared."""
+    """Processor, cores and threads; times are comparable only if these are equal."""
     machine, threads = cell["machine"], cell["settings"]["n_jobs"]
     return f"{machine['processor']}, {machine['cores']} cores, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def where_most_ran(records: Records, dataset: str) -> str | None:
-    """Where most methods of a dataset were timed, then most cells; of several the first in order of their names."""
+    """The place with most methods of a dataset, then most cells; ties by name."""
     cells = [cell for cell in records if cell["dataset"] == dataset]
     places = sorted({where(cell) for cell in cells})
     counts = {
@@ -75,7 +75,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def hint(found: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    """What to do about missing files; empty where there are none missing, or nobody has looked yet."""
+    """Advice on missing files; empty if none are missing or the data were not searched yet."""
     return BRING + found[name]["missing"] if "missing" in found.get(name, {}) else ""
 
 
@@ -112,7 +112,7 @@ def table2(records: Records, found: Mapping[str, Mapping[str, Any]], methods: Se
             )
             cells, data = next((option for option in options if option[0]), ([], None))
             place = where_most_ran(records, cells[0]["dataset"]) if cells else None
-            cells = [cell for cell in cells if where(cell) == place]  # times of two machines have no mean, nor order
+            cells = [cell for cell in cells if where(cell) == place]  # times of two machines are not comparable
             paper = TABLE2[name].get(method)
             if paper is None and not cells:
                 continue
@@ -128,7 +128,7 @@ def table2(records: Records, found: Mapping[str, Mapping[str, Any]], methods: Se
 
 
 def as_in_paper(metrics: Mapping[str, Any]) -> float | None:
-    """Test log likelihood as the authors compute it: importance sampling and their floor where eq. (5) is needed."""
+    """Test log likelihood as the authors compute it: importance sampling and clipping, for eq. (5)."""
     return metrics.get("test_log_likelihood_importance_floored", metrics.get("test_log_likelihood"))
 
 
@@ -194,12 +194,16 @@ def synthetic_table(records: Records) -> list[Row]:
 
 
 def flat(record: Mapping[str, Any]) -> Row:
-    """A cell as one row: what it is, then every number."""
+    """A cell as one row: when and where it was trained, what it is, then every number."""
     names = ("key", "dataset", "method", "seed", "kind", "iterations", "cells_at_once", "finished", "weights_sha256")
-    versions = {"version": record["versions"]["augment-reduce"], "torch": record["versions"]["torch"]}
+    origin = origin_of(record["finished"], record["machine"], record["versions"])
+    return {**origin, **{n: record[n] for n in names}, **record["metrics"]}
+
+
+def origin_of(when: str, machine: Mapping[str, Any], versions: Mapping[str, str]) -> Row:
+    """The columns that every csv file of results begins with."""
     return {
-        **{n: record[n] for n in names},
-        **versions,
-        "processor": record["machine"]["processor"],
-        **record["metrics"],
+        "date": when[:10],
+        "machine": f"{machine['processor']}, {machine['cores']} cores",
+        "version": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }

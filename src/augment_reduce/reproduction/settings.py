@@ -9,20 +9,20 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-FLOOR = -26.0  # the authors' code counts no test row below this, in nats
-N_LOOKS = 20  # times that the test rows are looked at while training, evenly spread
+FLOOR = -26.0  # the authors' code clips test log likelihoods at this value
+N_LOOKS = 20  # evaluations of the test rows during training, evenly spaced
 MOVING_AVERAGE = 100  # iterations, figure 2
 
 
 @dataclass(frozen=True)
 class Method:
-    """A column of the paper's tables: which estimator it is."""
+    """A column of the paper's tables, as settings of the estimator."""
 
     name: str
     title: str
     model: str
     method: str
-    n_looks: int = N_LOOKS  # fewer where a look costs an integral for each row
+    n_looks: int = N_LOOKS  # fewer if an evaluation takes an integral for each row
 
 
 METHODS = {
@@ -53,14 +53,14 @@ class Study:
     batch_size: int
     n_sampled_classes: int
     iterations: int
-    timing_iterations: int  # enough for table 2 alone
+    timing_iterations: int  # enough for table 2
     methods: tuple[str, ...] = tuple(METHODS)
     data_seed: int = 0
-    splits_anew: bool = False  # whether each seed draws its own test rows, which the paper does not tell
-    of_shape: str | None = None  # random data in the shape of that study: for timing only
+    splits_anew: bool = False  # each seed draws its own test rows; the paper does not say which they were
+    of_shape: str | None = None  # the study whose shape these random data have, for timing only
 
     def seed_of_rows(self, seed: int) -> int:
-        """What draws the rows of a cell with that seed: a study over seeds is one over splits, where they are drawn."""
+        """What draws the rows of a cell with that seed: if splits are drawn, seeds differ in them, too."""
         return seed if self.splits_anew else self.data_seed
 
 
@@ -134,7 +134,7 @@ TARGETS = {
 
 
 def shape_of(study: Study) -> Study:
-    """The stand-in for a study whose files cannot be had: random data of its shape, long enough to be timed."""
+    """The substitute for a study without files: random data of its shape, enough to be timed."""
     return Study(
         f"{study.name}-shape", f"{study.title} (random data of its shape)", study.n_train, 0, study.n_features,
         study.n_classes, study.batch_size, study.n_sampled_classes, study.iterations, study.timing_iterations,
@@ -143,14 +143,14 @@ def shape_of(study: Study) -> Study:
 
 
 def study_named(name: str) -> Study:
-    """A study by its name, or the stand-in of one by that name with `-shape`."""
+    """A study by its name, or its substitute by that name with `-shape`."""
     if name in STUDIES:
         return STUDIES[name]
     return shape_of(STUDIES[name.removesuffix("-shape")])
 
 
 def chosen(names: Sequence[str], among: Iterable[str], what: str) -> list[str]:
-    """`names` as they are called here, in that order, each once; an unknown one is refused with the choices."""
+    """`names` in canonical spelling, without repeats; an unknown one is refused with the choices."""
     known = list(among)
     found: dict[str, None] = {}
     for name in names:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import bounds, predict
+from ..config.labels import encode
 from ..estimator import AugmentReduceClassifier
-from ..fitting import threads
-from ..labels import encode
-from ..noise import resolve_noise
+from ..model import bounds, predict
+from ..model.noise import resolve_noise
+from ..training.fit import threads
 from .settings import FLOOR, MOVING_AVERAGE
 
 
@@ -35,7 +35,7 @@ def row_log_likelihoods(
 
 
 def heldout_metrics(clf: AugmentReduceClassifier, X: Any, y: np.ndarray) -> dict[str, float]:
-    """Table 3. Importance sampling for probit and logistic only: for the softmax nothing is to be integrated."""
+    """Table 3. Importance sampling for probit and logistic only; softmax needs no integral."""
     values = row_log_likelihoods(clf, X, y)
     found = {
         "test_log_likelihood": float(values.mean()),
@@ -79,7 +79,7 @@ def _one_vs_each(clf: AugmentReduceClassifier, X: Any, y: np.ndarray) -> Iterato
 
 
 def one_vs_each_bound(psi: Tensor, labels: Tensor) -> Tensor:
-    """Eq. (10) from all scores psi (B, K): the label's own term, log sigmoid(0), is taken out again."""
+    """Eq. (10) from all scores psi (B, K): the label's own term, log sigmoid(0), is subtracted."""
     gap = psi - psi.gather(1, labels[:, None])
     return bounds.one_vs_each(gap, gap.new_zeros(())) + math.log(2.0)
 
@@ -99,8 +99,8 @@ def seconds_per_epoch(history: dict[str, np.ndarray]) -> tuple[float, float]:
 def moving_average(iteration: np.ndarray, values: np.ndarray, window: int = MOVING_AVERAGE) -> np.ndarray:
     """Mean over the last `window` iterations (over all so far, at the start), from records of means between them.
 
-    Record i holds the mean over the iterations (t_{i-1}, t_i]; where the window ends inside a record, that whole
-    record counts. A record without a value (none of its iterations computed one) counts for nothing.
+    Record i holds the mean over the iterations (t_{i-1}, t_i]; a record that is partly in the window counts
+    in full; one without a value (no iteration computed it) is skipped.
     """
     ends = np.concatenate([[0.0], iteration])
     weight = np.where(np.isfinite(values), np.diff(ends), 0.0)
@@ -108,11 +108,11 @@ def moving_average(iteration: np.ndarray, values: np.ndarray, window: int = MOVI
     count = np.concatenate([[0.0], np.cumsum(weight)])
     start = np.searchsorted(ends, ends[1:] - window, side="right") - 1
     start = np.maximum(start, 0)
-    with np.errstate(invalid="ignore"):  # 0 / 0: nothing measured in the window
+    with np.errstate(invalid="ignore"):  # 0 / 0: no value in the window
         return (total[1:] - total[start]) / (count[1:] - count[start])
 
 
 def last_finite(values: np.ndarray) -> float:
-    """The newest value that was measured; NaN if none was."""
+    """The last value that is not NaN; NaN if there is none."""
     measured = values[np.isfinite(values)]
     return float(measured[-1]) if len(measured) else math.nan

@@ -86,13 +86,13 @@ def _table_section(name: str, rows: Sequence[Row]) -> str:
 
 
 def _columns(name: str) -> Sequence[Column]:
-    """Without the dataset where it heads a group of rows: narrow screens have no room for two names a row."""
+    """Without the dataset if it heads a group of rows: narrow screens have no space for two names."""
     columns = COLUMNS[name]
     return columns[1:] if columns[1].key == "method" else columns
 
 
 def _notes(name: str, rows: Sequence[Row]) -> list[str]:
-    """What is to be said of the rows; how to get missing files is said once, below the table of the data."""
+    """Notes on the rows; how to get missing files is said once, below the table of the data."""
     notes = {STUDIES[row["dataset"]].title: str(row["note"]) for row in rows if row.get("note")}
     waiting = [title for title, note in notes.items() if note.startswith(BRING)]
     if name == "table1" or not waiting:
@@ -182,8 +182,8 @@ def _curves_section(panels: Sequence[figure.Panel]) -> str:
 def _sizes_section(panels: Sequence[figure.Panel]) -> str:
     if not panels:
         return ""
-    pointed = any("debian" in panel.title for panel in panels)
-    other = " On debian-deps they are shared by the minibatch, and each row has 32 more." if pointed else ""
+    with_candidates = any("debian" in panel.title for panel in panels)
+    other = " On debian-deps they are shared by the minibatch, and each row has 32 more." if with_candidates else ""
     methods = [line.method for panel in panels for line in panel.lines]
     legend = _legend(methods, ("dashed", "exact softmax, at its end"))
     return (

@@ -1,7 +1,7 @@
 """Which cells a target needs, and running them: one after the other, or several at once in processes of their own.
 
-A cell that fails is reported and the others go on. A full disk and Ctrl-C end the run; finished cells are kept, and the
-same command goes on from there.
+A cell that fails is reported and the others continue. A full disk and Ctrl-C end the run; finished cells are kept, and
+the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DATASETS_OF = {
     **dict.fromkeys(("table3", "figure2"), REAL),
     "synthetic": ("synthetic",),
 }
-STOP_SECONDS = 120.0  # how long a cell may take to save itself after Ctrl-C
+STOP_SECONDS = 120.0  # seconds that a cell may take to save its state after Ctrl-C
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user asked for; None is everything."""
+    """The arguments of the command; None: all."""
 
     target: str
     datasets: tuple[str, ...] | None = None
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass
 class Failures:
-    """Cells that did not end well, by key, with the reason."""
+    """Failed cells by key, with the reason."""
 
     of: dict[str, str] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Failures:
 
 
 def plan(choice: Choice, found: Mapping[str, Mapping[str, Any]], store: Store) -> list[Cell]:
-    """The cells of a target, in the order of the paper's tables; where files are missing, those that can be timed."""
+    """The cells of a target, in the order of the paper's tables; if files are missing, those that can be timed."""
     cells: list[Cell] = []
     for study in choice.studies():
         missing = "missing" in found.get(study.name, {})
@@ -79,7 +79,7 @@ def plan(choice: Choice, found: Mapping[str, Mapping[str, Any]], store: Store) -
 
 
 def methods_of(choice: Choice, study: Study) -> list[str]:
-    """The methods that a target shows of a study; figure 2 has the exact likelihood only where the paper has it."""
+    """The methods of a study in a target; figure 2 has the exact likelihood only where the paper has it."""
     shown = list(study.methods)
     if choice.target == "table2" and choice.methods is None:
         shown = [name for name in shown if name in TABLE2[study.name]]
@@ -90,7 +90,7 @@ def methods_of(choice: Choice, study: Study) -> list[str]:
 
 
 def _explain_empty(choice: Choice, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Nothing to do: because files are missing, or because the names do not go together."""
+    """Explain an empty plan: missing files, or names that do not go together."""
     hints = [str(found[study.name]["missing"]) for study in choice.studies() if "missing" in found.get(study.name, {})]
     if hints:
         raise FileNotFoundError(" ".join(hints))
@@ -102,7 +102,7 @@ def _explain_empty(choice: Choice, found: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def cost(cell: Cell) -> float:
-    """About how long a cell takes, in no unit: the longest go first where several run at once."""
+    """Approximate relative cost of a cell: the longest start first if several run at once."""
     study, method = cell.of, METHODS[cell.method]
     shape = PAPER_SHAPES.get(study.of_shape or study.name)
     classes = study.n_classes if method.method == "exact" else study.n_sampled_classes + 1
@@ -148,7 +148,7 @@ def reason(error: BaseException) -> str:
 
 
 def _work(cell: Cell, folder: Path, data: Path | None, at_once: int, born_of: int, parent: Connection) -> None:
-    """A cell in a process of its own; tells its parent how it goes, and stops when there is none any more."""
+    """Run a cell in a process of its own; report to the parent, and stop if the parent is gone."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C reaches the parent, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -172,7 +172,7 @@ class Running:
     cell: Cell
     process: Any  # multiprocessing's SpawnProcess
     messages: Connection
-    ready: bool = False  # has said something: it can be interrupted, and will save itself
+    ready: bool = False  # has reported: it can be interrupted, and will save its state
     ended: bool = False
 
 
@@ -197,7 +197,7 @@ def _start(cell: Cell, store: Store, data: Path | None, jobs: int) -> Running:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(cell, store.folder, data, jobs, os.getpid(), theirs))
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no Ctrl-C in the midst of imports
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no Ctrl-C during imports
     try:
         process.start()
     finally:
@@ -207,8 +207,8 @@ def _start(cell: Cell, store: Store, data: Path | None, jobs: int) -> Running:
 
 
 def _listen(r: Running, board: Board, failures: Failures) -> None:
-    """Take what a cell has said; one that ended without a last word was killed."""
-    exited = not r.process.is_alive()  # before reading: what it said is then all there
+    """Receive messages of a cell; one that ended without a final message was killed."""
+    exited = not r.process.is_alive()  # before reading: all messages have then arrived
     key = r.cell.key
     try:
         while r.messages.poll():
@@ -240,12 +240,12 @@ def _listen(r: Running, board: Board, failures: Failures) -> None:
 
 
 def _stop(running: Sequence[Running]) -> None:
-    """Ask the cells under way to save themselves and end; after a while they are ended anyhow."""
+    """Ask running cells to save their state and end; kill them after a while."""
     alive = [r for r in running if r.process.is_alive()]
     for r in alive:
         if hasattr(os, "setpgrp") and (r.ready or r.messages.poll()):
             os.kill(r.process.pid, signal.SIGINT)
-        else:  # has nothing to save yet
+        else:  # has nothing to save
             r.process.terminate()
     until = time.monotonic() + STOP_SECONDS
     for r in alive:

@@ -1,4 +1,4 @@
-"""How good predictions are: precision at k, perplexity, calibration of the first guess; and labels as class numbers."""
+"""Metrics of predictions: precision at k, perplexity, calibration of the top class; labels as class numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scipy import sparse
 def precision_at(
     top: npt.NDArray[np.intp], relevant: sparse.csr_matrix, ks: Iterable[int] = (1, 3, 5)
 ) -> dict[int, float]:
-    """P@k = mean over rows of |{k best classes} ∩ {right classes}| / k, for every k that `top` reaches.
+    """P@k = mean over rows of |{k best classes} ∩ {true classes}| / k, for every k up to the columns of `top`.
 
     - `top`: (N, k_max) class numbers, best first, no class twice in a row;
-    - `relevant`: (N, K) boolean, the right classes of each row.
+    - `relevant`: (N, K) boolean, the true classes of each row.
 
-    Divided by k also where a row has fewer than k right classes, as is usual: with one label a row P@5 is at most 1/5.
+    As usual, it is divided by k also if a row has fewer than k true classes: with one label a row P@5 is at most 1/5.
     """
     n_rows, k_max = top.shape
     if relevant.shape[0] != n_rows:
@@ -32,15 +32,15 @@ def precision_at(
 
 
 def perplexity(log_likelihood: float) -> float:
-    """exp(-mean log likelihood): as unsure as a fair choice among that many classes."""
+    """exp(-mean log likelihood): the number of equally likely classes with this log likelihood."""
     return math.exp(-log_likelihood) if log_likelihood > -700.0 else math.inf
 
 
 def class_codes(labels: np.ndarray, classes: np.ndarray) -> npt.NDArray[np.int64]:
     """The position of every label among the sorted `classes`, -1 for a label that is not there.
 
-    Where one side is text and the other numbers, both are compared as text: a file in which every label happens
-    to look like a number still fits a model whose labels are text.
+    If one side is text and the other numbers, both are compared as text: a file whose labels all happen to look like
+    numbers still works with a model whose labels are text.
     """
     if (labels.dtype.kind in "US") != (classes.dtype.kind in "US"):
         labels, classes = labels.astype(str), classes.astype(str)
@@ -56,7 +56,7 @@ STRATEGIES = ("uniform", "quantile")  # as scikit-learn's calibration_curve call
 
 @dataclass(frozen=True)
 class Reliability:
-    """How sure and how right a model is, bin by bin of its confidence; M bins, lowest first.
+    """Confidence and accuracy of a model in M bins of its confidence, lowest first.
 
     - `edges`: (M + 1,), bin m holds the confidences in (edges[m], edges[m + 1]], the first one its lower edge too;
     - `confidence`, `accuracy`: (M,), weighted means over the rows of the bin, NaN where it is empty;
@@ -87,13 +87,12 @@ def reliability_curve(
 ) -> Reliability:
     """Mean confidence and accuracy of the most probable class, in bins of its probability.
 
-    - `confidence`: (N,) the probability that each row's first guess was given, as in `predict_topk(X, 1)`: O(N)
-      numbers are all this needs, never N x K;
-    - `correct`: (N,) whether that guess was right;
-    - `strategy`: "uniform" cuts [0, 1] into `n_bins` equal lengths; "quantile" gives the bins equal weight, as nearly
-      as rows allow, for a row is never split and equal confidences stay together (so there may be fewer bins).
+    - `confidence`: (N,) the probability of each row's most probable class, as in `predict_topk(X, 1)`: O(N) memory;
+    - `correct`: (N,) whether that class is the true one;
+    - `strategy`: "uniform" cuts [0, 1] into `n_bins` equal lengths; "quantile" gives the bins equal weight, as
+      nearly as possible: equal confidences stay in one bin (so there may be fewer bins).
 
-    Rows of weight zero are as good as absent; a weight of 2 is the same as the row twice.
+    Rows of weight zero are ignored; a weight of 2 counts a row twice.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"Expected strategy to be one of {', '.join(map(repr, STRATEGIES))}, but found {strategy!r}.")
@@ -117,10 +116,10 @@ def expected_calibration_error(
     n_bins: int = 15,
     strategy: str = "uniform",
 ) -> float:
-    """How far confidence is from accuracy, mean over the bins of `reliability_curve`: 0 is calibrated, 1 the worst.
+    """Mean distance of confidence and accuracy over the bins of `reliability_curve`: 0 is calibrated, 1 the worst.
 
-    Of the most probable class alone ("top-label"). Noise counts as error: N rows in M bins of a calibrated model
-    still give up to 0.4 sqrt(M / N).
+    It is about the most probable class only ("top-label"). Noise counts as error: N rows of a calibrated model in M
+    bins give up to 0.4 sqrt(M / N).
     """
     return reliability_curve(confidence, correct, sample_weight, n_bins=n_bins, strategy=strategy).error
 
@@ -128,7 +127,7 @@ def expected_calibration_error(
 def _checked_guesses(
     confidence: npt.ArrayLike, correct: npt.ArrayLike, sample_weight: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """(confidence, correct, weight) of the rows that count, as float64."""
+    """(confidence, correct, weight) of the rows with positive weight, as float64."""
     sure, right = np.asarray(confidence, np.float64), np.asarray(correct, np.float64)
     weight = np.ones(len(sure)) if sample_weight is None else np.asarray(sample_weight, np.float64)
     if sure.ndim != 1 or right.shape != sure.shape or weight.shape != sure.shape:
@@ -153,10 +152,10 @@ def _checked_guesses(
 
 
 def _equal_mass(sure: npt.NDArray[np.float64], weight: npt.NDArray[np.float64], n_bins: int) -> npt.NDArray[np.float64]:
-    """Edges at the weighted quantiles: edge m is the lowest confidence that has m / n_bins of the weight up to it."""
+    """Edges at weighted quantiles: edge m is the lowest confidence with m / n_bins of the weight at or below it."""
     order = np.argsort(sure, kind="stable")
     share = np.cumsum(weight[order]) / weight.sum()
     wanted = np.arange(1, n_bins) / n_bins
-    inner = sure[order][np.searchsorted(share, wanted * (1.0 - 1e-12), side="left")]  # 1e-12: sums round
+    inner = sure[order][np.searchsorted(share, wanted * (1.0 - 1e-12), side="left")]  # 1e-12: rounding of the sums
     low, high = sure[order[[0, -1]]]
     return np.concatenate([[low], np.unique(inner[inner < high]), [high]])

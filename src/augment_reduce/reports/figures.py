@@ -1,7 +1,7 @@
-"""Pictures: the bound next to the exact log likelihood, over time; how sure models are next to how right.
+"""Figures: the bound and the exact log likelihood over time; reliability diagrams.
 
-Lines carry their names in their own colours, at their right ends or above, instead of a legend. Nothing here touches
-matplotlib's global state, and no display is needed.
+Lines are labelled in their own colours, at their right ends or above, instead of a legend. No display is needed and
+matplotlib's global state is not changed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,15 @@ import numpy.typing as npt
 from .metrics import Reliability
 
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
-BLUE, ORANGE, GREEN, PURPLE, RED = (
-    "#2f6db3",
-    "#d9731a",
-    "#2e8b57",
-    "#7b52ab",
-    "#c0392b",
-)  # told apart by the colour-blind
+# Distinguishable by the colour-blind.
+BLUE, ORANGE, GREEN, PURPLE, RED = "#2f6db3", "#d9731a", "#2e8b57", "#7b52ab", "#c0392b"
 FONTS = ["DejaVu Sans"]
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: what it is called, where it goes, how it looks."""
+    """One line: name, data, style."""
 
     name: str
     x: npt.ArrayLike
@@ -41,23 +36,10 @@ class Curve:
     marker: str = ""
 
     def measured(self) -> tuple[np.ndarray, np.ndarray]:
-        """Its points, without those never measured."""
+        """Its finite points."""
         x, y = np.asarray(self.x, float), np.asarray(self.y, float)
         finite = np.isfinite(x) & np.isfinite(y)
         return x[finite], y[finite]
-
-
-def bound_and_exact(history: Mapping[str, npt.ArrayLike], over: str = "seconds") -> list[Curve]:
-    """The two lines of a training history: the bound, and bound + gap, which is the exact log likelihood.
-
-    Only where the gap was measured, so that the two can be compared point by point.
-    """
-    x, bound, gap = (np.asarray(history[name], float) for name in (over, "bound", "bound_gap"))
-    both = np.isfinite(bound) & np.isfinite(gap)
-    return [
-        Curve("exact log likelihood, training", x[both], (bound + gap)[both], INK, width=1.6),
-        Curve("bound, training", x[both], bound[both], BLUE),
-    ]
 
 
 def draw_curves(
@@ -73,8 +55,8 @@ def draw_curves(
 ) -> None:
     """Draw the curves into a file (png, svg or pdf by its suffix).
 
-    - `shade`: the names of two curves on the same x; the room between them is tinted (what the bound gives away);
-    - `y_quantile`: leave this share of the lowest points out of view, so that a steep start does not flatten the rest.
+    - `shade`: the names of two curves on the same x; the area between them is tinted (the bound gap);
+    - `y_quantile`: crop this share of the lowest points, so that a steep start does not flatten the rest.
     """
     from matplotlib.figure import Figure
 
@@ -115,7 +97,7 @@ def _name_lines(axes: Any, curves: Sequence[Curve], measured: Mapping[str, tuple
     shown = [curve for curve in curves if len(measured[curve.name][0])]
     ends = [float(measured[curve.name][1][-1]) for curve in shown]
     low, high = axes.get_ylim()
-    half = 0.07 * (high - low)  # of a label's height: none stands out above the axes, where the title is
+    half = 0.07 * (high - low)  # of a label's height: none above the axes, where the title is
     places = spread(ends, apart=0.15 * (high - low), low=low + half, high=high - half)
     right = axes.get_xlim()[1]
     for curve, end, place in zip(shown, ends, places, strict=True):
@@ -130,15 +112,15 @@ def _name_lines(axes: Any, curves: Sequence[Curve], measured: Mapping[str, tuple
             annotation_clip=False,
             arrowprops={
                 "arrowstyle": "-", "color": curve.color, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3,
-                "relpos": (0.0, 0.5),  # to the left edge: to the middle it would cross a label above
+                "relpos": (0.0, 0.5),  # from the left edge: from the middle it would cross a label above
             },
         )  # fmt: skip
 
 
 def spread(values: Sequence[float], *, apart: float, low: float, high: float) -> list[float]:
-    """Places for labels at least `apart` from each other, near their values and inside [low, high] if there is room.
+    """Positions for labels, at least `apart` from each other, near their values and inside [low, high] if possible.
 
-    Neighbours that are too close are joined into a group, which sits evenly around the mean of its values.
+    Neighbours that are too close form a group, evenly spaced around the mean of its values.
     """
     order = sorted(range(len(values)), key=lambda i: values[i])
     groups = [[i] for i in order]
@@ -164,7 +146,7 @@ def _span(group: Sequence[int], values: Sequence[float], apart: float, low: floa
 
 @dataclass(frozen=True)
 class Reliable:
-    """One model of a reliability diagram: what it is called, its bins, how it looks."""
+    """One model of a reliability diagram: name, bins, style."""
 
     name: str
     bins: Reliability
@@ -177,8 +159,8 @@ def draw_reliability(
 ) -> None:
     """Accuracy against confidence, bin by bin, and how many rows each bin has below; a panel for each set of data.
 
-    On the dashed diagonal a model is as often right as it says. Below it, it is too sure; above, not sure enough. The
-    area of a dot is its bin's share of the rows. The numbers beside the names are expected calibration errors.
+    On the dashed diagonal a model is calibrated; below it is overconfident, above underconfident. The area of a dot is
+    its bin's share of the rows. The numbers beside the names are expected calibration errors.
     """
     from matplotlib.figure import Figure
 

@@ -20,16 +20,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sklearn.exceptions import ConvergenceWarning
 
-from .data import MultiLabelRows, all_pairs, frequent_labels, keep_labels, load_dataset
-from .estimator import AugmentReduceClassifier
+from ..data import MultiLabelRows, all_pairs, frequent_labels, keep_labels, load_dataset
+from ..estimator import AugmentReduceClassifier
+from ..persistence.outputs import check_output, save_or_rescue
 from .figures import BLUE, INK, ORANGE, Curve, draw_curves
 from .metrics import class_codes, perplexity, precision_at
 
-EPOCHS = 5  # half of what the defaults take, for those who watch
+EPOCHS = 5  # half of the default, to keep the demo short
 MIN_COUNT = 5  # dependencies named by fewer training packages are left out
 
 QUICK_EVERY, QUICK_EPOCHS = 20, 3  # --quick: one training package in twenty
-LOOKED_AT = 4000  # training pairs, and test pairs, looked at after each epoch; the test numbers at the end are over all
+LOOKED_AT = 4000  # training and test pairs evaluated after each epoch; the final numbers are over all test pairs
 TOP = 6
 
 SHOWCASE = (  # picked for variety, before any prediction was seen
@@ -44,7 +45,7 @@ SHOWCASE = (  # picked for variety, before any prediction was seen
 
 @dataclass(frozen=True)
 class DemoData:
-    """Training and test packages with the dependencies that occur often enough, and how many test packages had none."""
+    """Training and test packages with their frequent dependencies; the number of test packages without any."""
 
     train: MultiLabelRows
     test: MultiLabelRows
@@ -56,9 +57,7 @@ class DemoData:
 
 
 def run(output_dir: Path, *, seed: int = 0, n_jobs: int | None = None, quick: bool = False) -> dict[str, Any]:
-    """The whole demo; what it prints is also returned, as numbers."""
-    from .cli.writing import check_output, save_model
-
+    """Run the demo; returns the printed numbers."""
     output_dir.mkdir(parents=True, exist_ok=True)
     model_path, picture_path = output_dir / "model.safetensors", output_dir / "bound.png"
     check_output(model_path, [])
@@ -70,7 +69,7 @@ def run(output_dir: Path, *, seed: int = 0, n_jobs: int | None = None, quick: bo
     say_how_good(console, data, results)
     say_predictions(console, model, data)
     draw(picture_path, model, looks)
-    save_model(model, model_path)
+    save_or_rescue(model, model_path)
     say_how_to_go_on(console, model_path, picture_path)
     return results
 
@@ -100,12 +99,12 @@ def features_of(rows: MultiLabelRows, row: int) -> dict[str, list[str]]:
 
 
 def name_parts(name: str) -> set[str]:
-    """A package's name as the data have it: its runs of at least two letters."""
+    """A package's name as in the data: its sequences of at least two letters."""
     return set(re.findall(r"[a-z]{2,}", name.lower()))
 
 
 def find_package(rows: MultiLabelRows, name: str) -> int | None:
-    """The row of a package, by the parts of its name; None unless exactly one row has just these."""
+    """The row of a package, by the parts of its name; None unless exactly one row has exactly these."""
     names = np.asarray(rows.feature_names)
     of_name = np.flatnonzero(np.char.startswith(names, "n="))
     wanted = {f"n={part}" for part in name_parts(name)} & set(names[of_name])
@@ -120,10 +119,10 @@ def find_package(rows: MultiLabelRows, name: str) -> int | None:
 
 
 class Looks(NamedTuple):
-    """What was seen after each epoch, over the same pairs each time: the curves of the picture.
+    """The measures after each epoch, over the same pairs each time: the curves of the picture.
 
-    The bound is the exact log likelihood minus the gap that `fit` measures on fixed training pairs of its own: summed
-    over all classes, with each pair's q as it is stored.
+    The bound is the exact log likelihood minus the bound gap, which `fit` measures on fixed training pairs of its own
+    (sum over all classes, each pair's own q).
     """
 
     seconds: list[float]
@@ -135,7 +134,7 @@ class Looks(NamedTuple):
 def train(
     data: DemoData, console: Console, *, seed: int, n_jobs: int | None, epochs: int
 ) -> tuple[AugmentReduceClassifier, Looks]:
-    """Fit epoch by epoch, looking at some pairs in between: for the picture, nothing is chosen by them."""
+    """Fit epoch by epoch and evaluate some pairs in between, for the picture; nothing is chosen by them."""
     names, pairs = data.class_names, all_pairs(data.train)
     X, y = pairs.X, names[pairs.y]
     train_look, test_look = (some_pairs(rows, names, seed) for rows in (data.train, data.test))
@@ -146,7 +145,7 @@ def train(
         task = bar.add_task("epoch 1", total=epochs)
         for epoch in range(1, epochs + 1):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)  # of an epoch that others follow
+                warnings.simplefilter("ignore", ConvergenceWarning)  # for an epoch that is not the last
                 model.fit(X, y)
             exact = model.log_likelihood(*train_look)
             looks.seconds.append(float(model.history_["seconds"][-1]))
@@ -173,7 +172,7 @@ def _progress() -> Progress:
 
 
 def evaluate(model: AugmentReduceClassifier, data: DemoData, looks: Looks) -> dict[str, Any]:
-    """Over all test pairs and packages; the dependencies of a package are all those that the model could name."""
+    """Evaluate all test pairs and packages; the dependencies of a package are those among the classes."""
     started = time.perf_counter()
     pairs = all_pairs(data.test)
     top = class_codes(model.predict_topk(data.test.X, 5)[0], data.class_names)
@@ -253,7 +252,7 @@ def best_precision(rows: MultiLabelRows, k: int) -> float:
 
 
 def say_predictions(console: Console, model: AugmentReduceClassifier, data: DemoData) -> None:
-    """For a few test packages: the most probable dependencies, the true ones ticked."""
+    """The most probable dependencies of a few test packages; true ones are ticked."""
     console.print("\n[bold]Some packages it has never seen[/]  [dim](✓ is a true dependency)[/]\n")
     for name, what in SHOWCASE:
         row = find_package(data.test, name)
@@ -277,7 +276,7 @@ def _guess(name: str, probability: float, right: bool) -> str:
 
 
 def say_how_to_go_on(console: Console, model_path: Path, picture_path: Path) -> None:
-    folder = Path(__file__).parent / "data" / "debian_deps"
+    folder = Path(__file__).parents[1] / "data" / "debian_deps"
     size = model_path.stat().st_size
     console.print(f"The picture of the bound and the likelihood over time: [bold]{picture_path}[/]")
     console.print(f"The model: [bold]{model_path}[/] ({size / 1e6:,.0f} MB)\n")

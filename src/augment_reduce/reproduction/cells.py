@@ -1,7 +1,7 @@
-"""One cell of the paper's tables: a dataset, a method, a seed. Trains, looks at the test rows on the way, measures.
+"""One cell of the paper's tables (a dataset, a method, a seed): train, evaluate the test rows on the way, measure.
 
-What a cell computes does not depend on where it was stopped: training goes on bit for bit from a checkpoint, so a cell
-that was killed and run again ends with the same weights and the same numbers (but for the clock).
+The results do not depend on interruptions: training resumes from a checkpoint bit for bit, so that a cell that was
+killed and run again ends with the same weights and numbers (except times).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from .._version import __version__
-from ..defaults import Shape, resolve
+from ..config.defaults import Shape, resolve
 from ..estimator import AugmentReduceClassifier
-from ..files import ModelFileError
 from ..kernels.rows import as_rows
-from ..noise import resolve_noise
+from ..model.noise import resolve_noise
+from ..persistence.files import ModelFileError
 from . import evaluate, synthetic
 from .settings import METHODS, Study, study_named
 from .sources import Source, load
@@ -36,7 +36,7 @@ from .store import Store, plain
 CHECKPOINT_SECONDS = 60.0
 CURVES = ("iteration", "seconds", "bound", "bound_gap")
 
-Report = Callable[[int, str], None]  # iterations done, a word on how it goes
+Report = Callable[[int, str], None]  # iterations done, a note
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Cell:
         return f"{self.study}.{self.method}.seed{self.seed}{kind}{asked}"
 
     def stops(self) -> list[int]:
-        """Iterations after which the test rows are looked at, the last one included."""
+        """Iterations after which the test rows are evaluated, including the last one."""
         n = 1 if self.kind == "timing" else min(METHODS[self.method].n_looks, self.iterations)
         return [math.ceil(self.iterations * (i + 1) / n) for i in range(n)]
 
     def estimator(self) -> AugmentReduceClassifier:
-        """The paper's settings, on one core; what is not named here is the preset's."""
+        """The paper's settings, on one core; all others are those of the preset."""
         method = METHODS[self.method]
         return AugmentReduceClassifier(
             method.model, method=method.method, n_sampled_classes=self.of.n_sampled_classes,
@@ -78,7 +78,7 @@ class Cell:
 
 
 def run_cell(cell: Cell, store: Store, data: Path | None, report: Report, *, at_once: int = 1) -> dict[str, Any]:
-    """Run a cell to its end, from its checkpoint if there is one, keep it in the store, and return its numbers."""
+    """Run a cell to its end, from its checkpoint if there is one; store and return its numbers."""
     source = load(cell.of, data, cell.of.seed_of_rows(cell.seed))
     clf, looks = train(cell, source, store, report)
     report(cell.iterations, "measuring")
@@ -100,7 +100,7 @@ def run_cell(cell: Cell, store: Store, data: Path | None, report: Report, *, at_
 def train(
     cell: Cell, source: Source, store: Store, report: Report
 ) -> tuple[AugmentReduceClassifier, list[dict[str, float]]]:
-    """Train to the end, saving what is needed to go on about every minute and when interrupted."""
+    """Train to the end; save a checkpoint about every minute and when interrupted."""
     clf, looks = resume(cell, source, store) or (cell.estimator(), [])
     report(done(clf), "compiling" if done(clf) == 0 else "going on")
     if done(clf) < cell.iterations:
@@ -128,7 +128,7 @@ def done(clf: AugmentReduceClassifier) -> int:
 
 
 def warm_up(cell: Cell, source: Source) -> None:
-    """Two steps on a few rows, so that compiling the kernels is over before the clock runs."""
+    """Two steps on a few rows, to compile the kernels before the timed part."""
     n_rows = min(cell.of.batch_size, len(source.y))
     if len(np.unique(source.y[:n_rows])) > 1:
         cell.estimator().set_params(max_iter=2).fit(source.X[:n_rows], source.y[:n_rows])
@@ -162,13 +162,13 @@ def describe(look: dict[str, float]) -> str:
 def checkpoint(
     cell: Cell, clf: AugmentReduceClassifier, looks: list[dict[str, float]], source: Source, store: Store
 ) -> None:
-    """The looks first: those later than the model, if the next write never happens, are dropped when going on."""
+    """Save the evaluations first: those later than the saved model are dropped when resuming."""
     store.save_looks(cell.key, {"data": source.identity, "looks": looks})
     clf.save(store.model_path(cell.key))
 
 
 def resume(cell: Cell, source: Source, store: Store) -> tuple[AugmentReduceClassifier, list[dict[str, float]]] | None:
-    """Model and looks of a checkpoint; None if there is none, or it cannot be read, or the data are other ones."""
+    """Model and evaluations of a checkpoint; None if there is none, it cannot be read, or the data differ."""
     kept, path = store.looks(cell.key), store.model_path(cell.key)
     if kept is None or kept.get("data") != source.identity or not path.is_file():
         return None
@@ -210,7 +210,7 @@ def measure(
 
 
 def settings_of(clf: AugmentReduceClassifier, source: Source) -> dict[str, Any]:
-    """Parameters as given, and all choices of the preset in a line."""
+    """The parameters given, and all resolved settings in one line."""
     given = clf.get_params(deep=False)
     shape = Shape.of(as_rows(source.X), len(clf.classes_))
     dtype = clf._fitted.parameters.weight.dtype
@@ -241,7 +241,7 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory: what a time means little without."""
+    """Processor, cores, memory: the context of a time."""
     name = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).is_file():
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]

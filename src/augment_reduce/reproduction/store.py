@@ -1,12 +1,12 @@
-"""The results folder: what is finished stays, what is under way can go on, and versions are not mixed.
+"""The results folder: finished cells, checkpoints of running cells, no mix of versions.
 
-    reproduce.json        what this folder is, and which release fills it
-    statistics.json       table 1 as found
+    reproduce.json        identifies the folder and the release that writes it
+    statistics.json       statistics of the data, for table 1
     cells/KEY.json, .npz  a finished cell: numbers, settings, versions, machine; and its curves
-    checkpoints/KEY.*     a cell under way: the model, and what was looked at so far
+    checkpoints/KEY.*     a running cell: the model and the evaluations so far
 
-Every file is written whole or not at all. KEY is dataset.method.seedN, with .timing or .iterationsN behind it where the
-cell is shorter than the paper's.
+Files are written atomically. KEY is dataset.method.seedN, with the suffix .timing or .iterationsN for cells shorter
+than the paper's.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..atomic import replaced_atomically
+from ..support.atomic import replaced_atomically
 
 FORMAT, FORMAT_VERSION = "augment-reduce results", 1
 
 
 class ResultsFolderError(ValueError):
-    """A results folder that cannot be used, and what to do instead."""
+    """A results folder cannot be used; says what to do."""
 
 
 class DiskFullError(OSError):
-    """No room left; says what is kept."""
+    """The disk is full; says what is kept."""
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether writing failed for lack of room, also as reported by libraries that do not raise OSError."""
+    """Whether an error means a full disk, also from libraries that do not raise OSError."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return "No space left on device" in str(error) or "os error 28" in str(error)
 
 
 class Store:
-    """One results folder. `open` makes it or checks it; nothing else touches its files."""
+    """One results folder. `open` creates or validates it; all access to its files is here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Store:
         self.checkpoints = folder / "checkpoints"
 
     def open(self) -> Store:
-        """Make the folder, or refuse one that holds something else or the results of another release."""
+        """Create the folder, or refuse one with other contents or results of another release."""
         identity = self.folder / "reproduce.json"
         if self.folder.exists() and not self.folder.is_dir():
             raise ResultsFolderError(f"Expected a folder for the results, but {self.folder} is a file.")
@@ -92,7 +92,7 @@ class Store:
     # ---- finished cells ----
 
     def finished(self, key: str) -> dict[str, Any] | None:
-        """A finished cell's numbers; None if it is not finished (a file that cannot be read counts as not)."""
+        """A finished cell's numbers; None if it is not finished or its file cannot be read."""
         return _read_json(self.cells / f"{key}.json")
 
     def all_finished(self) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class Store:
         return [record for record in found if record is not None]
 
     def curves(self, key: str) -> dict[str, np.ndarray]:
-        """A finished cell's curves by name; empty where there are none."""
+        """A finished cell's curves by name, possibly none."""
         path = self.cells / f"{key}.npz"
         if not path.is_file():
             return {}
@@ -108,7 +108,7 @@ class Store:
             return dict(arrays.items())
 
     def finish(self, key: str, record: Mapping[str, Any], curves: Mapping[str, np.ndarray]) -> None:
-        """Keep a cell. The curves first: the json says that all is there. Then its checkpoint may go."""
+        """Store a finished cell: curves first, then the json, which marks it as complete; delete its checkpoint."""
         with replaced_atomically(self.cells / f"{key}.npz") as temporary, open(temporary, "wb") as out:
             np.savez_compressed(out, **curves)  # type: ignore[arg-type]
         self.write_json(self.cells / f"{key}.json", record)
@@ -155,7 +155,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: NumPy numbers as numbers, NaN and infinities as null."""
+    """A value for JSON: NumPy numbers as numbers, NaN and infinities as null."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Section 4 of the paper, run again: `augment-reduce reproduce`.
+"""Section 4 of the paper, reproduced: `augment-reduce reproduce`.
 
 settings.py    the paper's settings and the numbers it printed, in one table each
-sources.py     the data of a study, or random data of its shape where the files cannot be had
-cells.py       one cell (a dataset, a method, a seed): train, look, checkpoint, go on after a stop
+sources.py     the data of a study, or random data of its shape if the files are not available
+cells.py       one cell (a dataset, a method, a seed): train, evaluate, checkpoint, resume
 evaluate.py    what is measured on a trained cell
 synthetic.py   what is measured in section 4.1
 store.py       the results folder: finished cells and checkpoints
@@ -12,5 +12,5 @@ tables.py      paper | ours | difference, as rows
 show.py        how the tables look
 figure.py      figure 2 and the learning curves, for paper (png, pdf) and page (svg)
 report.py      the page, out of page.py's template
-command.py     the command as it is typed
+command.py     all of it, from what was typed (cli/reproduce.py) to the written results
 """

@@ -1,0 +1,1 @@
+"""Measures, figures and the demo."""
