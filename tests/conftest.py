@@ -1,21 +1,13 @@
-"""What every test file shares: seeded generators, and where the real data are when they are there."""
+"""Fixtures of every test."""
 
 import signal
-from pathlib import Path
 
 import numba
 import pytest
 import torch
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests of Ctrl-C send it themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def rng(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(autouse=True, scope="session")

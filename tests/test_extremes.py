@@ -2,16 +2,19 @@
 
 import copy
 import fractions
+import warnings
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from user_noises import Laplace, StudentT3
+from sklearn.exceptions import ConvergenceWarning
 
-from augment_reduce import AugmentReduceClassifier, quadrature
-from augment_reduce.linear import LinearScores
-from augment_reduce.noise import Gumbel, Logistic, Normal
+from augment_reduce import AugmentReduceClassifier
+from augment_reduce.model import quadrature
+from augment_reduce.model.noise import Gumbel, Logistic, Normal
+from augment_reduce.training.linear import LinearScores
+from tests.helpers.user_noises import Laplace, StudentT3
 
 NOISES = [Gumbel(), Normal(), Logistic(), Laplace(), StudentT3()]
 
@@ -20,7 +23,9 @@ def fitted(K=5, dtype=np.float64, **settings):
     generator = np.random.default_rng(0)
     X = generator.normal(size=(100, 6))
     y = (X @ generator.normal(size=(6, K)) + generator.gumbel(size=(100, K))).argmax(1)
-    return AugmentReduceClassifier(**{"max_iter": 30, "random_state": 0} | settings).fit(X.astype(dtype), y)
+    with warnings.catch_warnings():  # 30 iterations may be too few: the tests are about predictions
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return AugmentReduceClassifier(**{"max_iter": 30, "random_state": 0} | settings).fit(X.astype(dtype), y)
 
 
 SIZES = [1e10, 1e30, 1e38, 1e200, 1.7e308]

@@ -4,7 +4,7 @@
     python -m tests.fuzz csv npz -n 100000 --seed 7   more of some
     python -m tests.fuzz csv --seed 7 --only 1234     one of them again, with its traceback and its file
 
-Case i of a seed is always the same, whichever others are run. `tests/test_fuzz.py` runs 2,000 of each format.
+Case i of a seed is always the same, whichever others are run. `tests/fuzz/test_fuzz.py` runs 2,000 of each format.
 """
 
 from .cases import Failure, Fuzzer, run

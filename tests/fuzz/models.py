@@ -18,14 +18,14 @@ import torch
 from augment_reduce import (
     Adam,
     AugmentReduceClassifier,
-    FeaturePointed,
+    FeatureCandidates,
     ModelFileError,
     Reparameterised,
     SectionFour,
     StepSize,
 )
-from augment_reduce.files import FORMAT, FORMAT_VERSION, fingerprint, load_model
-from augment_reduce.tensor_file import DTYPES, save_file
+from augment_reduce.persistence.files import FORMAT, FORMAT_VERSION, fingerprint, load_model
+from augment_reduce.persistence.tensor_file import DTYPES, save_file
 
 from .cases import Fuzzer, expect, mutated_bytes
 
@@ -41,7 +41,7 @@ VALUES: tuple[Any, ...] = (
     {"pairs": [[[], 2]]}, {"pairs": 3}, {"known": "Adam", "fields": {}}, {"known": "Newton", "fields": {"n_nodes": 9}},
     {"known": "Newton", "fields": {"n_nodes": 10**9}}, {"known": "StepSize", "fields": {"scale": "x"}},
     {"known": "os.system", "fields": {}}, {"known": [], "fields": []}, {"known": "Gumbel", "fields": {"a": 1}},
-    {"known": "FrequencyPerRow", "fields": {}}, {"known": "FeaturePointed", "fields": {"n_own": 10**12}}, DEEP,
+    {"known": "FrequencyPerRow", "fields": {}}, {"known": "FeatureCandidates", "fields": {"n_own": 10**12}}, DEEP,
 )  # fmt: skip
 TEXTS = [json.dumps(value) for value in VALUES]  # made anew each time: what stands in a description is changed
 ODD = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e30, -1e30, 1e-45, 2.0**31, 2.0**53, K, K - 1, D, N)
@@ -60,7 +60,7 @@ def valid_models() -> dict[str, AugmentReduceClassifier]:
     plain = AugmentReduceClassifier(class_weight={str(name): 1.5 for name in names}, **quick).fit(X, names[y])
     plain.feature_names_in_ = np.array([f"x{d}" for d in range(D)], dtype=object)
     pointed = AugmentReduceClassifier(
-        class_sampling=FeaturePointed(2, 3), early_stopping=True, optimizer=Adam(), **own
+        class_sampling=FeatureCandidates(2, 3), early_stopping=True, optimizer=Adam(), **own
     ).fit(rows, y)
     run = pointed._fitted.run
     run.best, run.best_parameters = -1.5, (pointed._fitted.parameters.weight.clone(), torch.zeros(K))
