@@ -1,20 +1,18 @@
 """The defaults on problems of many kinds, beside a tuned fit of ours and beside other libraries.
 
-    python benchmarks/studies/zoo.py --seeds 0 1 2 --output benchmarks/results/zoo.csv    # fits what is not there yet
-    python benchmarks/studies/zoo.py --summary benchmarks/results/zoo.csv --figure docs/images/zoo.png \\
-        --docs docs/defaults.md        # the table of that page, between its markers
+    python -m benchmarks.studies.zoo --seeds 0 1 2 --output benchmarks/results/zoo.csv    # fits what is not there yet
+    python -m benchmarks.studies.zoo --summary benchmarks/results/zoo.csv --figure docs/images/zoo.png
+    python -m benchmarks.tables        # the table of docs/defaults.md
 
-`zoo_problems.py` has the problems. Half of them have chosen the rules of `defaults.py`, the other half only reports.
+`zoo_problems.py` has the problems. Half of them chose the rules of `config/defaults.py`, the other half only reports.
 Test rows choose nothing: what is tuned is tuned on a part of the training rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -31,26 +29,20 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import peers
-from common import append, machine, versions
-from zoo_problems import ZOO, Problem
-
 from augment_reduce import AugmentReduceClassifier
-from augment_reduce.defaults import Shape, default_adagrad, default_batch_size, first_prior_variance, is_small
+from augment_reduce.config.defaults import Shape, default_adagrad, default_batch_size, first_prior_variance, is_small
 from augment_reduce.kernels.rows import as_rows
-from augment_reduce.noise import resolve_noise
+from augment_reduce.model.noise import resolve_noise
+from benchmarks.common import COMMON, ROOT, SCHEMAS, append, markdown, read
+from benchmarks.peers import libraries as peers
+from benchmarks.studies.zoo_problems import ZOO, Problem
 
-COLUMNS = (
-    "problem", "half", "N", "D", "K", "seed", "learner", "log_likelihood", "precision_at_1", "precision_at_5",
-    "seconds", "note", "date", "machine", "versions",
-)  # fmt: skip
+COLUMNS = SCHEMAS["zoo"]
 CEILING, LOGISTIC = "ours-tuned", "sklearn-tuned"
 OURS = ("ours-softmax", "ours-probit", "ours-logistic")
 LINEAR = (LOGISTIC, "pecos", "omikuji", "napkinxc-plt", "fasttext")
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 MOST_TESTED = 5_000
-MARKERS = ("<!-- zoo: made by benchmarks/studies/zoo.py -->", "<!-- end of zoo -->")
 Result = tuple[float, float, float, float, str]  # log likelihood, precision at 1 and 5, seconds, note
 
 
@@ -230,8 +222,7 @@ def limited(problem: Problem, seed: int) -> Problem:
 def run(options: argparse.Namespace) -> None:
     done: set[tuple[str, int, str]] = set()
     if options.output and options.output.exists():
-        with open(options.output, newline="") as file:
-            done = {(row["problem"], int(row["seed"]), row["learner"]) for row in csv.DictReader(file)}
+        done = {(row["problem"], int(row["seed"]), row["learner"]) for row in read(options.output)}
     for entry in ZOO:
         if entry.name not in (options.problems or (entry.name,)) or options.half not in (entry.half, "both"):
             continue
@@ -247,7 +238,7 @@ def run(options: argparse.Namespace) -> None:
             for name in missing:
                 row = one(entry.name, entry.half, problem, seed, name, options.cap)
                 if row and options.output:
-                    append(options.output, COLUMNS, [row])
+                    append(options.output, [row], COLUMNS)
 
 
 def one(name: str, half: str, problem: Problem, seed: int, learner: str, cap: float) -> dict[str, Any] | None:
@@ -269,7 +260,6 @@ def one(name: str, half: str, problem: Problem, seed: int, learner: str, cap: fl
     row = head | {
         "learner": learner, "log_likelihood": f"{log_p:.5f}", "precision_at_1": f"{p1:.4f}",
         "precision_at_5": f"{p5:.4f}", "seconds": f"{seconds:.2f}", "note": note,
-        "date": time.strftime("%Y-%m-%d"), "machine": machine(), "versions": versions(),
     }  # fmt: skip
     print(f"{name} {seed} {learner}: {log_p:.4f} {p1:.3f} {p5:.3f}, {seconds:.1f} s, {note}", flush=True)
     return row
@@ -284,13 +274,10 @@ Found = dict[str, dict[int, dict[str, Any]]]  # learner -> seed -> what was meas
 def results(path: Path) -> dict[str, Found]:
     """Of every problem."""
     table: dict[str, Found] = defaultdict(lambda: defaultdict(dict))
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            numbers = {
-                key: float(row[key]) for key in ("log_likelihood", "precision_at_1", "precision_at_5", "seconds")
-            }
-            of = {key: row[key] for key in ("half", "N", "D", "K")}
-            table[row["problem"]][row["learner"]][int(row["seed"])] = numbers | of
+    for row in read(path):
+        numbers = {key: float(row[key]) for key in ("log_likelihood", "precision_at_1", "precision_at_5", "seconds")}
+        of = {key: row[key] for key in (*COMMON, "half", "N", "D", "K")}
+        table[row["problem"]][row["learner"]][int(row["seed"])] = numbers | of
     return table
 
 
@@ -342,15 +329,26 @@ def best_other(found: Found, seeds: list[int]) -> str:
 
 def summary(path: Path) -> str:
     """A line a problem, means over the seeds that all of its learners have; then regrets over all seeds of a pair."""
-    table = results(path)
+    found = results(path)
+    return "\n".join([table(found), *comparisons(found)])
+
+
+def table(problems: dict[str, Found]) -> str:
     heads = ("softmax", "probit", "logistic", "softmax, tuned", "LogisticRegression, tuned", "best other library")
-    lines = ["| problem (half) | N x D, K | " + " | ".join(heads) + " |", "|---" * (len(heads) + 2) + "|"]
-    for name, found in table.items():
+    lines = []
+    for name, found in problems.items():
         of, seeds = next(iter(found[OURS[0]].values())), common_seeds(found, found)
         cells = [cell(found, learner, seeds) for learner in (*OURS, CEILING, LOGISTIC)] + [best_other(found, seeds)]
-        lines.append(f"| {name} ({of['half']}) | {of['N']} x {of['D']}, {of['K']} | " + " | ".join(cells) + " |")
+        fits = [fit for by_seed in found.values() for fit in by_seed.values()]
+        lines.append(((f"{name} ({of['half']})", f"{of['N']} x {of['D']}, {of['K']}", *cells), fits))
+    return markdown(("problem (half)", "N x D, K", *heads), lines)
+
+
+def comparisons(problems: dict[str, Found]) -> list[str]:
+    """Sentences on each half: regrets against tuned fits, precision against other libraries."""
+    lines = []
     for half in ("choose", "report"):
-        own = {name: found for name, found in table.items() if half_of(found) == half}
+        own = {name: found for name, found in problems.items() if half_of(found) == half}
         for against in (CEILING, LOGISTIC):
             values = np.array([regret(found, OURS[0], against) for found in own.values()])
             values = values[np.isfinite(values)]
@@ -367,7 +365,7 @@ def summary(path: Path) -> str:
                     f"\n{half}, precision at 1 against the best other {words}: at least equal on "
                     f"{(gaps >= 0).mean():.0%} of {len(gaps)}, worst {gaps.min():+.3f}"
                 )
-    return "\n".join(lines)
+    return lines
 
 
 def half_of(found: Found) -> str:
@@ -420,14 +418,9 @@ def figure(path: Path, target: Path) -> None:
     axes.figure.savefig(target, dpi=150, bbox_inches="tight")
 
 
-def between_markers(page: Path, text: str) -> None:
-    before, rest = page.read_text(encoding="utf-8").split(MARKERS[0])
-    page.write_text(f"{before}{MARKERS[0]}\n\n{text}\n\n{MARKERS[1]}{rest.split(MARKERS[1])[1]}", encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2].parent / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--problems", nargs="+", choices=[entry.name for entry in ZOO])
     parser.add_argument("--half", choices=("choose", "report", "both"), default="both")
     parser.add_argument("--learners", nargs="+", choices=list(LEARNERS), default=list(LEARNERS))
@@ -436,13 +429,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--summary", type=Path)
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--docs", type=Path, help="a page with the markers of the table, which is replaced")
     options = parser.parse_args(arguments)
     if options.summary:
-        text = summary(options.summary)
-        print(text)
-        if options.docs:
-            between_markers(options.docs, text)
+        print(summary(options.summary))
         if options.figure:
             figure(options.summary, options.figure)
         return

@@ -1,0 +1,1 @@
+"""How long it takes, and to what quality: this library, the head, other libraries."""
