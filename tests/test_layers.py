@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("training",),
     ("persistence",),
+    ("classifier",),
     ("estimator", "nn"),
     ("integrations",),
     ("data", "reports", "reproduction", "cli"),

@@ -1,0 +1,1 @@
+"""What AugmentReduceClassifier (`estimator.py`) is made of: its methods, by what they are about."""

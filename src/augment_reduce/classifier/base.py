@@ -1,0 +1,34 @@
+"""What the parts of the classifier know of each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator
+
+from ..model.compiled import compiled
+from ..model.noise import Noise, resolve_noise
+from ..training.fit import Fitted
+
+
+class ClassifierBase(BaseEstimator):
+    """The parameters and fitted attributes that more than one part reads."""
+
+    model: str | Noise
+    preset: str | None
+    prior_variance: float | str | None
+    early_stopping: bool
+    validation_fraction: float
+    random_state: int | np.random.RandomState | None
+    device: str
+    n_jobs: int | None
+    process_group: Any
+    sync: bool
+
+    classes_: np.ndarray
+    history_: dict[str, np.ndarray]
+    _fitted: Fitted
+
+    def _noise(self) -> Noise:
+        return compiled(resolve_noise(self.model))
