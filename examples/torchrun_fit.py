@@ -1,10 +1,16 @@
 """A classifier whose classes are shared out over processes. Every process reads the same rows and runs the same lines.
 
 torchrun --nproc-per-node 2 examples/torchrun_fit.py
+torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/torchrun_fit.py --checkpoints /shared/run
+
+With a folder for checkpoints, which every rank sees, a fit whose ranks died goes on from the last one when torchrun has
+started them again.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 
 import numpy as np
@@ -26,14 +32,21 @@ def texts(n_rows: int, n_classes: int = 2_500, n_features: int = 2_000) -> tuple
     return X, y
 
 
-def main(n_rows: int = 20_000, max_epochs: int = 5, path: str = "model.safetensors") -> float:
-    dist.init_process_group("gloo")
+def main(
+    n_rows: int = 20_000, max_epochs: int = 5, path: str = "model.safetensors", checkpoints: str | None = None,
+    every: int | None = None,
+) -> float:  # fmt: skip
+    store, rank, size = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun on one node keeps its store when it starts ranks again: what those before wrote must not be read
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     X, y = texts(n_rows)
     n_test = n_rows // 4
     clf = AugmentReduceClassifier(
         max_epochs=max_epochs, prior_variance=1.0, n_jobs=1, random_state=0, process_group=dist.group.WORLD
     )
-    clf.fit(X[n_test:], y[n_test:])
+    clf.fit(X[n_test:], y[n_test:], checkpoint=checkpoints, every=every)
     score = clf.log_likelihood(X[:n_test], y[:n_test])  # the same on every rank
     clf.save(path)  # one file of all classes, written by the first rank
     if dist.get_rank() == 0:
@@ -44,4 +57,11 @@ def main(n_rows: int = 20_000, max_epochs: int = 5, path: str = "model.safetenso
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]), *sys.argv[3:4])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--model", default="model.safetensors", help="the file to write")
+    parser.add_argument("--checkpoints", help="a folder that every rank sees")
+    parser.add_argument("--every", type=int, help="iterations from one checkpoint to the next; by default ten minutes")
+    given = parser.parse_args()
+    main(given.rows, given.epochs, given.model, given.checkpoints, given.every)

@@ -20,9 +20,8 @@ from .kernels.rows import as_rows
 from .local.remembered import LocalStep
 from .model.noise import Noise
 from .optim import RowOptimizer
-from .persistence.checkpoints import checkpoints
+from .persistence.checkpoints import check_every, checkpoints
 from .sampling import ClassSampler
-from .sharding import Ranks
 from .support.seeds import mix
 from .training import fit as fitting
 from .training import stream
@@ -208,7 +207,7 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
             with ranks.agree_on_errors("the checks of fit"):
                 noise = self._checked_noise()
                 go_on = self.warm_start and hasattr(self, "_fitted")
-                self._check_checkpoint(checkpoint, go_on, ranks)
+                self._check_checkpoint(checkpoint, every, go_on)
                 X, y = mapped.rows_and_labels(X, y)
                 X, y, weight = self._checked_rows(X, y, sample_weight, reset=not go_on)
                 if go_on:
@@ -219,11 +218,12 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
                 rows = fitting.TrainingRows(
                     as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
                 )
-            keeper = stack.enter_context(checkpoints(self, checkpoint, every, rows))
+            partition = self._agreed(rows, ranks, checkpoint=checkpoint, every=every)
+            keeper = stack.enter_context(checkpoints(self, checkpoint, every, rows, partition))
             if keeper is not None and keeper.found is not None:
                 self.__dict__.pop("_coefficients", None)
                 self._fitted, go_on = keeper.found, True
-            prepared = self._prepare(noise, rows, ranks, anew=not go_on)
+            prepared = self._prepare(noise, rows, partition, anew=not go_on)
             if keeper is not None:
                 keeper.check_space(prepared.state_bytes)
             held = stack.pop_all()
@@ -231,19 +231,12 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
             return self._train(prepared, persistent=True, keeper=keeper)
 
     @staticmethod
-    def _check_checkpoint(checkpoint: str | os.PathLike[str] | None, go_on: bool, ranks: Ranks) -> None:
-        if checkpoint is None:
-            return
-        if go_on:
+    def _check_checkpoint(checkpoint: str | os.PathLike[str] | None, every: int | None, go_on: bool) -> None:
+        check_every(checkpoint, every)
+        if checkpoint is not None and go_on:
             raise ValueError(
                 "warm_start=True goes on with the model in memory, checkpoint= with the one in its folder. Set "
                 "warm_start=False, or leave out checkpoint and save the model."
-            )
-        if ranks.size > 1:
-            raise ValueError(
-                f"checkpoint= is for fits of one process, and this one has {ranks.size} ranks. Leave it out; "
-                "save(path) writes the model of all ranks, and warm_start=True goes on with one that load(path) "
-                "returned."
             )
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> AugmentReduceClassifier:
@@ -278,7 +271,7 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
                 rows = fitting.TrainingRows(
                     as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
                 )
-            prepared = self._prepare(noise, rows, ranks, anew=first, stream=True)
+            prepared = self._prepare(noise, rows, self._agreed(rows, ranks), anew=first, stream=True)
         return self._train(prepared, persistent=False)
 
     def fit_stream(

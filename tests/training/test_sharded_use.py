@@ -262,7 +262,7 @@ def test_the_example_for_torchrun(tmp_path):
     example = ROOT / "examples" / "torchrun_fit.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
     ran = subprocess.run(
-        [*command, "5000", "1", str(tmp_path / "model")], capture_output=True, text=True, timeout=120,
+        [*command, "--rows", "5000", "--epochs", "1", "--model", str(tmp_path / "model")], capture_output=True, text=True, timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -49,16 +49,21 @@ class Fitting(Coefficients):
             return ranks
         return fitted.partition.ranks if fitted.partition.ranks.group is ranks.group else ranks
 
+    def _agreed(self, rows: fitting.TrainingRows, ranks: Ranks, **more: Any) -> Partition | None:
+        """The classes of this process, when all ranks have the same rows, parameters and `more`; None: all classes."""
+        if ranks.size == 1:
+            return None
+        facts = agreement.facts_of_fit(self.get_params(deep=False), rows, self.classes_)
+        ranks.agree(facts | {name: repr(value) for name, value in more.items()}, "the fit")
+        return Partition(ranks, ClassShard(len(self.classes_), ranks.rank, ranks.size), not self.sync)
+
     def _prepare(
-        self, noise: Noise, rows: fitting.TrainingRows, ranks: Ranks, *, anew: bool, stream: bool = False
+        self, noise: Noise, rows: fitting.TrainingRows, partition: Partition | None, *, anew: bool, stream: bool = False
     ) -> Fit:  # fmt: skip
         """Resolve all settings; allocate parameters, or check that training can continue with the present ones."""
-        partition, seed = None, None
-        if ranks.size > 1:
-            ranks.agree(agreement.facts_of_fit(self.get_params(deep=False), rows, self.classes_), "the fit")
-            partition = Partition(ranks, ClassShard(len(self.classes_), ranks.rank, ranks.size), not self.sync)
-            if self.random_state is None:
-                seed = agreement.common_seed(ranks, self._seed())
+        ranks, seed = Ranks(None) if partition is None else partition.ranks, None
+        if partition is not None and self.random_state is None:
+            seed = agreement.common_seed(ranks, self._seed())
         with ranks.agree_on_errors("the preparation of a fit"):
             if not anew:
                 linear.check_same_ranks(self._fitted, partition)
@@ -123,6 +128,7 @@ class Fitting(Coefficients):
             try:
                 if keeper is not None and keeper.found is not None:
                     if self._fitted.ended:
+                        self._fitted.class_mean = linear.mean_over_classes(self._fitted)
                         return
                     settings = fitting.for_the_rest(self._fitted, settings, watch)
                 if prior_search.wanted(fit.options, self._fitted, persistent=persistent):

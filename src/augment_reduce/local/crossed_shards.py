@@ -13,6 +13,7 @@ start late steps cost .013 nat on debian-deps, 5,694 classes, after ten epochs. 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,11 +54,25 @@ class CrossFittedShards:
         self.partition, self.floor = partition, math.inf if local.floor is None else local.floor
         self.shift = math.log(partition.shard.n_classes)
         self.before: Started | None = None
+        self.ready: Ready | None = None  # the step before, where its sums have been waited for
 
     def settle(self) -> Ready | None:
         """The step before, when its sums are there."""
-        before, self.before = self.before, None
-        return None if before is None else self._finish(before)
+        before, ready = self.before, self.ready
+        self.before = self.ready = None
+        return ready if before is None else self._finish(before)
+
+    def pause(self) -> dict[str, Tensor]:
+        """For a checkpoint: what the next step needs of this one, the same on every rank. Waits for its sums, which
+        changes nothing: its gradient is pushed when it would have been."""
+        self.ready = self.settle()
+        late = {} if self.ready is None else self.ready.gathered(self.partition)
+        return late | {"shift": torch.tensor([self.shift], dtype=torch.float64)}
+
+    def go_on(self, late: Mapping[str, Tensor]) -> None:
+        """From what `pause` gave."""
+        self.shift = float(late["shift"])
+        self.ready = Ready.own(late, self.partition.shard) if "rows" in late else None
 
     def __call__(self, ask: Ask) -> Ready | None:
         ready = self.settle()
@@ -113,4 +128,4 @@ class CrossFittedShards:
         gradient = started.terms.gradient(
             ask.scored, started.terms.added(started.e, pulls), lift[ask.scored.here], started.shares
         )
-        return Ready(ask, gradient, bound, hits)
+        return Ready.of(ask, gradient, bound, hits)

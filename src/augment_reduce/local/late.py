@@ -14,6 +14,7 @@ own part of r, since it knows no other.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,6 +49,14 @@ class LateAmortised:
         """Learn from the step before, as soon as its sums are there."""
         self._learn()
 
+    def pause(self) -> dict[str, Tensor]:
+        """For a checkpoint: learns now what the next step would begin with."""
+        self._learn()
+        return {}
+
+    def go_on(self, late: Mapping[str, Tensor]) -> None:
+        """From what `pause` gave."""
+
     def _learn(self) -> Tensor | None:
         before, self.before = self.before, None
         if before is None:
@@ -80,4 +89,4 @@ class LateAmortised:
             found = self._learn()
             assert found is not None
             bound = 1.0 - c[terms.run] + found[1]
-        return Ready(ask, gradient, bound, int((ratio > self.most).sum()))
+        return Ready.of(ask, gradient, bound, int((ratio > self.most).sum()))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -110,6 +111,14 @@ class ShardPass(Protocol):
 
     def settle(self) -> Any:
         """The same, of the step before, which is brought to its end."""
+        ...
+
+    def pause(self) -> dict[str, Tensor]:
+        """For a checkpoint between two steps: what the next one needs of the one before, the same on every rank."""
+        ...
+
+    def go_on(self, late: Mapping[str, Tensor]) -> None:
+        """From what `pause` gave, on as many ranks or on others."""
         ...
 
 

@@ -6,6 +6,7 @@ what a row does not count of its group's sums is taken off: the pair with its ow
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.minibatch_groups import MinibatchGroups
-from ..model.shards import ShardGradient, ShardScored
+from ..model.shards import ShardGradient, ShardPush, ShardScored
 from ..sampling import Minibatch
+from ..sharding import ClassShard, Partition
 from .remembered import LocalState
 
 
@@ -33,10 +35,22 @@ class Ask(NamedTuple):
 class Ready(NamedTuple):
     """What can be pushed: this step's gradient, or that of the one before."""
 
-    ask: Ask
-    gradient: ShardGradient
+    gradient: ShardPush
     bound: Tensor | None
     floor_hits: int
+
+    @classmethod
+    def of(cls, ask: Ask, gradient: ShardGradient, bound: Tensor | None, floor_hits: int) -> Ready:
+        return cls(ShardPush.of(ask.scored, gradient, ask.prior_scale), bound, floor_hits)
+
+    def gathered(self, partition: Partition) -> dict[str, Tensor]:
+        """For a checkpoint, the same on every rank."""
+        bound = {} if self.bound is None else {"bound": self.bound}
+        return self.gradient.gathered(partition) | bound | {"floor_hits": torch.tensor([self.floor_hits])}
+
+    @classmethod
+    def own(cls, every: Mapping[str, Tensor], shard: ClassShard) -> Ready:
+        return cls(ShardPush.own(every, shard), every.get("bound"), int(every["floor_hits"]))
 
 
 class Terms(NamedTuple):

@@ -8,6 +8,7 @@ takes to every rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
 
@@ -176,7 +177,7 @@ def push_shard(
     grad = grad_gap * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
     of_labels = checked(partition.ranks.sum_(grad.sum(dim=1), "the gradients of labels")).neg_()[scored.here]
     by_score = ShardGradient(scored.groups.added(grad), of_labels, shares)
-    push_shard_groups(kernels, X, scored, by_score, prior_scale, parameters, optimizer, t, prior)
+    ShardPush.of(scored, by_score, prior_scale).push(kernels, X, parameters, optimizer, t, prior)
 
 
 class ShardGradient(NamedTuple):
@@ -187,18 +188,70 @@ class ShardGradient(NamedTuple):
     shares: Tensor | None
 
 
-def push_shard_groups(
-    kernels: ModuleType, X: Rows, scored: ShardScored, found: ShardGradient, prior_scale: float,
-    parameters: Parameters, optimizer: RowOptimizer, t: int, prior: Prior | None,
-) -> None:  # fmt: skip
-    (of_groups, of_labels, shares), n, filled = found, scored.n_shared, scored.filled
-    pair_grad = torch.cat([of_labels, of_groups[:, n:][filled]])[:, None]
-    pair_share = None
-    if shares is not None:
-        pair_share = torch.cat([torch.full_like(of_labels, prior_scale), shares[:, n:][filled]])[:, None]
-        shares = shares[:, :n]
-    classes = scored.sampled.classes if n else scored.pairs.new_empty(0)
-    kernels.push_shared(
-        X, scored.rows[scored.groups.first], classes, of_groups[:, :n], scored.pairs[:, None], pair_grad, shares,
-        pair_share, parameters, optimizer, t, prior, own_rows=scored.run,
-    )  # fmt: skip
+class ShardPush(NamedTuple):
+    """What moves the weights by a `ShardGradient`: U groups of rows against n shared classes, and Q pairs."""
+
+    rows: np.ndarray  # (U,) a row of each group
+    classes: Tensor  # (n,) as rows of this rank's weights, like `pairs`
+    grad: Tensor  # (U, n)
+    shares: Tensor | None
+    pairs: Tensor  # (Q,)
+    run: np.ndarray  # (Q,) their groups
+    pair_grad: Tensor  # (Q,)
+    pair_shares: Tensor | None
+    prior_scale: float
+
+    @classmethod
+    def of(cls, scored: ShardScored, found: ShardGradient, prior_scale: float) -> ShardPush:
+        (of_groups, of_labels, shares), n, filled = found, scored.n_shared, scored.filled
+        pair_shares = None
+        if shares is not None:
+            pair_shares = torch.cat([torch.full_like(of_labels, prior_scale), shares[:, n:][filled]])
+            shares = shares[:, :n]
+        return cls(
+            scored.rows[scored.groups.first], scored.sampled.classes if n else scored.pairs.new_empty(0),
+            of_groups[:, :n], shares, scored.pairs, scored.run, torch.cat([of_labels, of_groups[:, n:][filled]]),
+            pair_shares, prior_scale,
+        )  # fmt: skip
+
+    def push(
+        self, kernels: ModuleType, X: Rows, parameters: Parameters, optimizer: RowOptimizer, t: int, prior: Prior | None
+    ) -> None:
+        pair_shares = None if self.pair_shares is None else self.pair_shares[:, None]
+        kernels.push_shared(
+            X, self.rows, self.classes, self.grad, self.pairs[:, None], self.pair_grad[:, None], self.shares,
+            pair_shares, parameters, optimizer, t, prior, own_rows=self.run,
+        )  # fmt: skip
+
+    # ---- of the classes of all ranks, for a checkpoint ----
+
+    def gathered(self, partition: Partition) -> dict[str, Tensor]:
+        """Tensors that are the same on every rank: B |S| numbers, whatever K and D are."""
+        ranks, shard = partition.ranks, partition.shard
+        sizes = ranks.gather(torch.tensor([len(self.classes), len(self.pairs)]), "the sizes of a gradient").tolist()
+
+        def of_all(values: Tensor, kind: int) -> Tensor:
+            return ranks.gather_rows(values.contiguous(), [size[kind] for size in sizes], "a gradient by scores")
+
+        found = {
+            "rows": torch.from_numpy(self.rows),
+            "classes": of_all(shard.classes(self.classes), 0), "grad": of_all(self.grad.T, 0),
+            "pairs": of_all(shard.classes(self.pairs), 1), "run": of_all(torch.from_numpy(self.run), 1),
+            "pair_grad": of_all(self.pair_grad, 1),
+            "prior_scale": torch.tensor([self.prior_scale], dtype=torch.float64),
+        }  # fmt: skip
+        if self.shares is not None and self.pair_shares is not None:
+            found |= {"shares": of_all(self.shares.T, 0), "pair_shares": of_all(self.pair_shares, 1)}
+        return found
+
+    @classmethod
+    def own(cls, every: Mapping[str, Tensor], shard: ClassShard) -> ShardPush:
+        """This rank's part of what `gathered` gave, to as many ranks or to others."""
+        shared, single = shard.is_own(every["classes"]), shard.is_own(every["pairs"])
+        with_shares = "shares" in every
+        return cls(
+            every["rows"].numpy(), shard.row(every["classes"][shared]), every["grad"][shared].T.contiguous(),
+            every["shares"][shared].T.contiguous() if with_shares else None, shard.row(every["pairs"][single]),
+            every["run"][single].numpy(), every["pair_grad"][single],
+            every["pair_shares"][single] if with_shares else None, float(every["prior_scale"]),
+        )  # fmt: skip

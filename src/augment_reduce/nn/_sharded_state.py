@@ -3,35 +3,27 @@
     folder/step-00000120/shard-00001-model-....safetensors      tensors, by torch.distributed.checkpoint
                          manifest.json                          what they are, and their files; written last
 
-Rows of classes stand in the files in the order of the classes, whatever the ranks were, so that any number of ranks, a
-head in one process or an nn.Linear can read them. All else is the same on every rank, and stored once. No pickle.
+Written and read by `persistence.rank_files`; here, which tensors of a network have rows of classes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from .._version import __version__
+from ..persistence import rank_files
 from ..persistence.files import ModelFileError
 from ..sharding import Ranks
 from ._shards import Shards
 from .head import AugmentReduceHead
 
-MANIFEST, FORMAT = "manifest.json", 1
 STEP = re.compile(r"step-(\d{8,})")
 ROWS = ("weight", "bias", *(f"optimizer.{x}" for x in ("first", "second", "first_bias", "second_bias", "last")))
 
@@ -52,29 +44,15 @@ def save_sharded(
     `optimizer`: a torch optimiser of (some of) its parameters; `extra`: tensors that are the same on every rank, such
     as the state of a generator. A save that is interrupted leaves the checkpoints that there were.
     """
-    writer = _hugging_face("HuggingFaceStorageWriter")
     shards, ranks = _shards_of(model)
     target = Path(folder) / f"step-{step:08d}"
-    part = target.with_name(f".{target.name}.part")
-    with ranks.agree_on_errors("making a checkpoint's folder"):
-        if ranks.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
     state = _State(model, shards, optimizer).tensors()
     state |= {f"extra.{name}": x for name, x in (extra or {}).items()}
-    with ranks.agree_on_errors("writing a checkpoint"), _one_process_is_fine():
-        dcp.save(
-            {name: x for name, x in state.items() if x.numel()}, process_group=ranks.group, no_dist=ranks.size == 1,
-            storage_writer=writer(str(part), save_distributed=True),
-        )  # fmt: skip
-    with ranks.agree_on_errors("finishing a checkpoint"):
-        if ranks.rank == 0:
-            groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
-            _write_manifest(part, step, state, groups)
-            shutil.rmtree(target, ignore_errors=True)
-            part.rename(target)
-            for old in _steps(Path(folder))[:-keep]:
-                shutil.rmtree(old, ignore_errors=True)
+    groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    rank_files.write(ranks, target, state, {"step": step, "param_groups": groups})
+    with ranks.agree_on_errors("removing old checkpoints"):
+        for old in _steps(Path(folder))[:-keep] if ranks.rank == 0 else ():
+            rank_files.remove(old)
     return target
 
 
@@ -88,8 +66,11 @@ def load_sharded(
     problems: list[str] = []
     for name in reversed(json.loads(names[0])):
         path = Path(folder) / name
-        manifest, problem = _read_manifest(path)
+        manifest, problem = rank_files.read_manifest(path)
         told = [text for text in ranks.gather_text(problem, "checking a checkpoint") if text]
+        if not told:
+            problem = rank_files.damage(ranks, path, manifest)
+            told = [text for text in ranks.gather_text(problem, "checking a checkpoint") if text]
         if not told:
             for text in problems:
                 warnings.warn(f"{text} Going on from {path}.", RuntimeWarning, stacklevel=2)
@@ -107,11 +88,7 @@ def _load(
     state = _State(model, shards, optimizer)
     with ranks.agree_on_errors(f"loading {path}"):
         wanted = state.places_for(path, manifest)
-    with ranks.agree_on_errors(f"reading {path}"), _one_process_is_fine():
-        dcp.load(
-            {name: x for name, x in wanted.items() if x.numel()}, process_group=ranks.group, no_dist=ranks.size == 1,
-            storage_reader=_hugging_face("HuggingFaceStorageReader")(str(path)),
-        )  # fmt: skip
+    rank_files.read(ranks, path, wanted)
     extra = {name.removeprefix("extra."): x for name, x in wanted.items() if name.startswith("extra.")}
     state.take(wanted, manifest["param_groups"])
     return Loaded(manifest["step"], extra)
@@ -150,11 +127,13 @@ class _State:
         shards = self._shards_of(name)
         if shards is None or shards.ranks.size == 1 or own.shape[:1] != (len(shards.layout),):
             return own
-        return _as_dtensor(shards, shards.to_chunks(own.detach()), own.shape)
+        return rank_files.in_order(shards.chunks, own)
 
     def places_for(self, path: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
         """Empty tensors for what is in a checkpoint; ModelFileError where it is of another model."""
-        stored = {name: (_dtype(kind), tuple(shape)) for name, (kind, shape) in manifest["tensors"].items()}
+        stored = {
+            name: (rank_files.dtype_of(kind), tuple(shape)) for name, (kind, shape) in manifest["tensors"].items()
+        }
         own = {name: (x.dtype, tuple(x.shape)) for name, x in self.tensors().items() if name.startswith("model.")}
         found = {name: facts for name, facts in stored.items() if name.startswith("model.")}
         for name in sorted(own.keys() | found.keys()):
@@ -171,9 +150,8 @@ class _State:
     def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         shards = self._shards_of(name)
         if shards is None or shards.ranks.size == 1 or not shape or shape[0] != shards.layout.n_classes:
-            return torch.zeros(shape, dtype=dtype)
-        first, end = shards.chunk(shards.ranks.rank)
-        return _as_dtensor(shards, torch.zeros(end - first, *shape[1:], dtype=dtype), shape)
+            return rank_files.place_for(None, dtype, shape)
+        return rank_files.place_for(shards.chunks, dtype, shape)
 
     def take(self, found: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
         own = {name: self._from_order(name, x) for name, x in found.items()}
@@ -189,14 +167,7 @@ class _State:
 
     def _from_order(self, name: str, x: Tensor) -> Tensor:
         shards = self._shards_of(name)
-        return x if shards is None or not isinstance(x, DTensor) else shards.from_chunks(x.to_local())
-
-
-def _as_dtensor(shards: Shards, chunk: Tensor, shape: tuple[int, ...]) -> DTensor:
-    whole = torch.Size((shards.layout.n_classes, *shape[1:]))
-    stride = torch.empty(whole, device="meta").stride()
-    mesh = DeviceMesh.from_group(shards.ranks.group, chunk.device.type)  # type: ignore[arg-type]
-    return DTensor.from_local(chunk, mesh, [Shard(0)], run_check=False, shape=whole, stride=stride)
+        return x if shards is None or not hasattr(x, "to_local") else rank_files.own_rows(shards.chunks, x)
 
 
 def _shards_of(model: nn.Module) -> tuple[dict[str, Shards], Ranks]:
@@ -221,58 +192,5 @@ def _steps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _write_manifest(part: Path, step: int, state: dict[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    manifest = {
-        "format": FORMAT, "version": __version__, "step": step,
-        "tensors": {name: [str(x.dtype), list(x.shape)] for name, x in state.items()},
-        "files": {path.name: path.stat().st_size for path in part.iterdir()},
-        "param_groups": groups,
-    }  # fmt: skip
-    (part / MANIFEST).write_text(json.dumps(manifest, default=float), encoding="utf-8")
-
-
-def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
-    """(the manifest, what is wrong with the checkpoint or "")."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            return {}, f"{path} is of format {manifest['format']}, this version reads {FORMAT}."
-        for name, size in manifest["files"].items():
-            if Path(name).name != name:
-                return {}, f"{path / MANIFEST} names a file outside its folder: {name!r}."
-            if not (path / name).is_file():
-                return {}, f"{path} has lost its file {name}."
-            if (path / name).stat().st_size != size:
-                found = (path / name).stat().st_size
-                return {}, f"{path / name} is damaged: expected {size} bytes, found {found}."
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})."
-    return manifest, ""
-
-
-@contextlib.contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
 def _described(facts: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "nothing" if facts is None else f"shape {facts[1]} in {facts[0]}"
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ModelFileError(f"Expected the name of a dtype in a checkpoint's manifest, found {name!r}.")
-    return found
-
-
-def _hugging_face(name: str) -> Callable[..., Any]:
-    found = getattr(dcp, name, None)
-    if found is None:
-        raise ImportError(
-            f"Checkpoints over ranks need torch.distributed.checkpoint.{name}, which torch {torch.__version__} lacks. "
-            "Upgrade torch to 2.8 or later; or save head.to_linear(), which one process can load."
-        )
-    return found

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._version import __version__
 from ..sharding import ClassShard, Ranks
+from ..sharding.chunks import Chunks
 from ._columns import Columns
 from ._local import Report
 from ._place import EveryClass
@@ -79,33 +80,9 @@ class Shards:
             every[r :: self.ranks.size] = part
         return every
 
-    # ---- chunks: consecutive classes, as files and DTensors have them ----
-
-    def chunk(self, rank: int) -> tuple[int, int]:
-        """The classes of a rank's chunk, from the first to before the last, as torch.chunk cuts them."""
-        K = self.layout.n_classes
-        size = -(-K // self.ranks.size)
-        return min(K, rank * size), min(K, (rank + 1) * size)
-
-    def _shares(self) -> tuple[list[int], list[Tensor]]:
-        """How many of the own classes each rank's chunk has; where in the own chunk each rank's classes are."""
-        R, rank = self.ranks.size, self.ranks.rank
-        first, end = self.chunk(rank)
-        counts = [len(range(a + (rank - a) % R, b, R)) for a, b in map(self.chunk, range(R))]
-        return counts, [torch.arange((r - first) % R, end - first, R) for r in range(R)]
-
-    def to_chunks(self, own: Tensor) -> Tensor:
-        """This rank's chunk, from the rows of all ranks."""
-        given, places = self._shares()
-        place = torch.cat(places).to(own.device)
-        out = torch.empty(len(place), *own.shape[1:], dtype=own.dtype, device=own.device)
-        out[place] = self.ranks.swap(own, given, [len(x) for x in places], "rows of a checkpoint")
-        return out
-
-    def from_chunks(self, chunk: Tensor) -> Tensor:
-        """The own rows, from the chunks of all ranks."""
-        taken, places = self._shares()
-        return self.ranks.swap(chunk[torch.cat(places)], [len(x) for x in places], taken, "rows of a checkpoint")
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks(self.ranks, self.layout)
 
     def trunk_factor(self) -> float:
         """What gradients by hidden rows are multiplied by, of a loss that is being computed: the number of ranks where

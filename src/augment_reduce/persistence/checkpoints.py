@@ -2,7 +2,8 @@
 
     fit.json                       which fit it is: version, parameters, rows (their shape and a hash), classes
     step-000000012000.safetensors  the model and the training state after iteration 12,000, as `save` writes it
-    lock                           held by the process that writes
+    step-000000012000/             the same of a fit over ranks (`rank_checkpoints`)
+    lock                           held by the process that writes, the first rank
 
 Every file is written atomically, and the last two states are kept: a kill at any moment, also while one is written,
 costs the iterations since the last. A fit of other rows, parameters or release than the folder's is refused.
@@ -25,9 +26,10 @@ import numpy as np
 
 from .._version import __version__
 from ..kernels.rows import DenseRows
+from ..sharding import Partition, Ranks, RankStopped
 from ..support.atomic import check_writable, replaced_atomically, sync_folder
 from ..training.fit import Fitted, TrainingRows
-from . import saving
+from . import rank_checkpoints, rank_files, saving
 from .encoding import encode
 from .files import ModelFileError
 from .tensor_file import parse_json
@@ -38,10 +40,11 @@ except ImportError:  # Windows has no flock: two fits with one folder are not no
     fcntl = None  # type: ignore[assignment]
 
 DESCRIPTION, LOCK = "fit.json", "lock"
-STEP = re.compile(r"step-(\d{12})\.safetensors")
+STEP = re.compile(r"step-(\d{12})(\.safetensors)?")
 KEPT = 2
 SECONDS = 600.0  # between two checkpoints, by default
-MAY_DIFFER = ("n_jobs", "device", "verbose", "warm_start")
+COMPARED = 64  # steps, after which ranks tell each other whether one of them finds that it is time
+MAY_DIFFER = ("n_jobs", "device", "verbose", "warm_start", "process_group")
 BYTES_AT_ONCE = 1 << 24
 ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # in the repr of an object
 START_ANEW = "To fit anew, name another folder or remove this one."
@@ -54,28 +57,34 @@ class CheckpointError(ValueError):
 class Checkpoints:
     """The checkpoints of one running fit. `found`: the state to go on from; None: there is none yet."""
 
-    def __init__(self, estimator: Any, folder: Path, every: int | None) -> None:
-        self.estimator, self.folder, self.every = estimator, folder, every
+    def __init__(self, estimator: Any, folder: Path, every: int | None, partition: Partition | None = None) -> None:
+        self.estimator, self.folder, self.every, self.partition = estimator, folder, every, partition
+        self.ranks = Ranks(None) if partition is None else partition.ranks
         self.found: Fitted | None = None
         self.since = time.monotonic()
 
     def due(self, iteration: int) -> bool:
-        """Whether to write one after this iteration."""
+        """Whether to write one after this iteration; the same on every rank."""
         if self.every is not None:
             return iteration % self.every == 0
-        return time.monotonic() - self.since >= SECONDS
+        is_time = time.monotonic() - self.since >= SECONDS
+        if self.partition is None:
+            return is_time
+        return iteration % COMPARED == 0 and self.partition.any(is_time, "whether a checkpoint is due")
 
     def write(self) -> None:
         """The present state of the estimator. If that fails a warning says so, and the fit goes on."""
         iteration = self.estimator._fitted.clock.iteration
-        path = self.folder / f"step-{iteration:012d}.safetensors"
+        path = self.folder / f"step-{iteration:012d}"
         try:
-            saving.save(self.estimator, path)
-            there = steps_of(self.folder)
-            good = [old for number, old in there if number <= iteration]  # this fit did not go on from later ones
-            for old in {old for _, old in there} - set(good[:KEPT]):
-                old.unlink()
-        except (OSError, ValueError, MemoryError) as error:
+            if self.partition is None:
+                saving.save(self.estimator, path.with_name(f"{path.name}.safetensors"))
+            else:
+                rank_checkpoints.save(self.estimator, path, self.partition)
+            with self.ranks.agree_on_errors("removing old checkpoints"):
+                if self.ranks.rank == 0:
+                    self.remove_old(iteration)
+        except (OSError, ValueError, MemoryError, RankStopped) as error:
             warnings.warn(
                 f"No checkpoint was written after iteration {iteration:,}: {str(error).rstrip('.')}. The fit goes on; "
                 f"what is in {self.folder} stays as it was.",
@@ -84,34 +93,55 @@ class Checkpoints:
             )
         self.since = time.monotonic()
 
+    def remove_old(self, iteration: int) -> None:
+        there = steps_of(self.folder)
+        good = [old for number, old in there if number <= iteration]  # this fit did not go on from later ones
+        for old in {old for _, old in there} - set(good[:KEPT]):
+            if old.is_dir():
+                rank_files.remove(old)
+            else:
+                old.unlink()
+
     def check_space(self, bytes_of_state: int) -> None:
         """Refuse a folder that has no room for the states that are kept and the one that is being written."""
-        there = sum(path.stat().st_size for _, path in steps_of(self.folder))
-        check_writable(self.folder / "step", max(0, (KEPT + 1) * bytes_of_state - there))
+        with self.ranks.agree_on_errors("looking for room for checkpoints"):
+            if self.ranks.rank == 0:
+                there = sum(size_of(path) for _, path in steps_of(self.folder))
+                check_writable(self.folder / "step", max(0, (KEPT + 1) * bytes_of_state - there))
 
 
 @contextlib.contextmanager
 def checkpoints(
-    estimator: Any, path: str | os.PathLike[str] | None, every: int | None, rows: TrainingRows
+    estimator: Any, path: str | os.PathLike[str] | None, every: int | None, rows: TrainingRows,
+    partition: Partition | None = None,
 ) -> Iterator[Checkpoints | None]:  # fmt: skip
-    """The checkpoints of a fit of `estimator` to these rows, in the folder `path`, which is made if it is missing."""
-    check_every(path, every)
+    """The checkpoints of a fit of `estimator` to these rows, in the folder `path`, which is made if it is missing.
+
+    All ranks of a `partition` call it together: the first looks after the folder, which every one has to see.
+    """
     if path is None:
         yield None
         return
-    folder = made(Path(path))
-    with locked(folder):
-        kept = Checkpoints(estimator, folder, every)
-        now = description(estimator, rows)
-        if (folder / DESCRIPTION).exists():
-            check_same(folder, now)
-            kept.found = last_state(folder, estimator)
-        elif steps_of(folder):
-            raise CheckpointError(f"{folder} has checkpoints but no {DESCRIPTION} that says of which fit. {START_ANEW}")
-        else:
-            with replaced_atomically(folder / DESCRIPTION) as temporary:
-                temporary.write_text(json.dumps(now, sort_keys=True), encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        kept = Checkpoints(estimator, Path(path), every, partition)
+        with kept.ranks.agree_on_errors("the opening of a checkpoint folder"):
+            if kept.ranks.rank == 0:
+                made(kept.folder)
+                stack.enter_context(locked(kept.folder))
+                describe(kept.folder, description(estimator, rows))
+        kept.found = last_state(kept)
         yield kept
+
+
+def describe(folder: Path, now: dict[str, Any]) -> None:
+    """Write down which fit the folder is of, or refuse one of another fit."""
+    if (folder / DESCRIPTION).exists():
+        check_same(folder, now)
+    elif steps_of(folder):
+        raise CheckpointError(f"{folder} has checkpoints but no {DESCRIPTION} that says of which fit. {START_ANEW}")
+    else:
+        with replaced_atomically(folder / DESCRIPTION) as temporary:
+            temporary.write_text(json.dumps(now, sort_keys=True), encoding="utf-8")
 
 
 def check_every(path: object, every: object) -> None:
@@ -233,14 +263,19 @@ def steps_of(folder: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
 
-def last_state(folder: Path, estimator: Any) -> Fitted | None:
-    """The last state that can be read; a warning names those that cannot."""
-    steps, reasons = steps_of(folder), []
-    for iteration, path in steps:
-        try:
-            fitted = saving.load_fitted(estimator, path)
-        except (ModelFileError, FileNotFoundError) as error:
-            reasons.append(str(error))
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+def last_state(kept: Checkpoints) -> Fitted | None:
+    """The last state that can be read, the same on every rank; a warning names those that cannot."""
+    ranks, folder, reasons = kept.ranks, kept.folder, []
+    own = [[number, path.name] for number, path in steps_of(folder)] if ranks.rank == 0 else []
+    steps = json.loads(ranks.gather_text(json.dumps(own), "looking for checkpoints")[0])
+    for iteration, name in steps:
+        fitted, reason = load_state(kept, folder / name)
+        if reason:
+            reasons.append(reason)
             continue
         if reasons:
             warnings.warn(
@@ -254,6 +289,21 @@ def last_state(folder: Path, estimator: Any) -> Fitted | None:
             f"None of the {len(steps)} checkpoints in {folder} can be read. {reasons[0]} {START_ANEW}"
         )
     return None
+
+
+def load_state(kept: Checkpoints, path: Path) -> tuple[Fitted | None, str]:
+    """(the state, or None; why it cannot be read). Of one process's file each rank keeps its own classes."""
+    fitted, reason = None, ""
+    if not path.suffix:
+        return rank_checkpoints.load(kept.estimator, path, kept.ranks, kept.partition)
+    try:
+        fitted = saving.load_fitted(kept.estimator, path)
+        if kept.partition is not None:
+            saving.shared_out(fitted, kept.partition)
+    except (ModelFileError, FileNotFoundError) as error:
+        reason = str(error)
+    reasons = kept.ranks.gather_text(reason, "reading a checkpoint")
+    return fitted, next((text for text in reasons if text), "")
 
 
 __all__ = ["CheckpointError", "Checkpoints", "checkpoints"]

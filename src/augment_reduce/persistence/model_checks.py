@@ -32,6 +32,7 @@ LARGEST = 2**53  # largest count: integers that float64 represents exactly
 MOST_STEPS = 2**50
 BEST = ("best.weight", "best.bias")  # only if early stopping was interrupted; else the weights are the best ones
 MAY_BE_NAN = ("bound", "validation_log_likelihood", "bound_gap", "training_log_likelihood")
+HERE = "classes here"  # the size of arrays with a row for each class, K in one process
 FIRST_HISTORY = HISTORY[:7]  # the columns of the first release; later ones may be missing
 
 Check = tuple[Callable[[Any], bool], str]  # (is the value valid?, description of the expected values)
@@ -158,13 +159,18 @@ def check_description(description: dict[str, Any]) -> None:
             raise ValueError(f"{name}: expected {expected}, found {_shown(description[name])}")
 
 
-def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], parameters: dict[str, Any]) -> None:
-    """Validate a checked description, arrays and parameters against each other."""
+def check_contents(
+    description: dict[str, Any], tensors: Mapping[str, Tensor], parameters: dict[str, Any],
+    n_classes: int | None = None,
+) -> None:  # fmt: skip
+    """Validate a checked description, arrays and parameters against each other. `n_classes`: of all ranks, where the
+    arrays with a row for each class are of this rank's classes."""
     weight = tensors.get("weight")
-    if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.float64) or len(weight) < 2:
+    few = 2 if n_classes is None else 1
+    if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.float64) or len(weight) < few:
         found = "none" if weight is None else f"shape {tuple(weight.shape)} of {weight.dtype}"
         raise LayoutError("weight", "a row of float32 or float64 for each of at least 2 classes", found)
-    K, D = weight.shape
+    (here, D), K = weight.shape, len(weight) if n_classes is None else n_classes
     if description["n_features"] != D:
         raise ValueError(f"n_features: expected {D}, the columns of weight, found {description['n_features']}")
     steps, epochs = description["clock"]
@@ -172,7 +178,7 @@ def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], p
         raise ValueError(f"clock: expected at most as many epochs and steps of a stream as iterations, {steps}")
     check_parameter_values(parameters, K, D, description["rows_seen"])
     groups = _grouped(tensors)
-    sizes = {"K": K, "D": D}
+    sizes = {"K": K, "D": D, HERE: here}
     layout.check(groups.pop(""), _parts(description["rows_seen"]), sizes, weight.dtype)
     check_counts(tensors, description["rows_seen"])
     check_states(groups, parameters["optimizer"], sizes, weight.dtype)
@@ -185,8 +191,10 @@ def check_contents(description: dict[str, Any], tensors: Mapping[str, Tensor], p
     drawn_by = sampler if isinstance(sampler, ClassSampler) else None
     check_kept("sampler", groups.pop("sampler", {}), drawn_by, SAMPLERS.values(), sizes, weight.dtype)
     if "best" in groups:
-        like = {"best.weight": Entry("weights", ("K", "D")), "best.bias": Entry("weights", ("K",))}
+        like = {"best.weight": Entry("weights", (HERE, "D")), "best.bias": Entry("weights", (HERE,))}
         layout.check(groups.pop("best"), like, sizes, weight.dtype)
+    if "late" in groups and n_classes is not None:
+        check_late(groups.pop("late"), sizes, weight.dtype)
     if "scaling" in groups:
         check_scaling(groups.pop("scaling"), sizes, weight.dtype)
     for group in groups.values():
@@ -204,8 +212,8 @@ def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _parts(rows_seen: int) -> Layout:
     return {
-        "weight": Entry("weights", ("K", "D")),
-        "bias": Entry("weights", ("K",)),
+        "weight": Entry("weights", (HERE, "D")),
+        "bias": Entry("weights", (HERE,)),
         "class_counts": Entry("float64", ("K",), 0, rows_seen),
         "feature_counts": Entry("int64", ("D",), 0, rows_seen),
     }
@@ -242,8 +250,8 @@ def check_states(
     rowwise = n == 1 and of_weights.get("weight_state.0", torch.empty(0)).ndim == 1
     own_rule = isinstance(optimizer, RowOptimizer) and type(optimizer) not in OURS
     for kind, found, shape in (
-        ("weight_state", of_weights, ("K",) if rowwise else ("K", "D")),
-        ("bias_state", of_biases, ("K",)),
+        ("weight_state", of_weights, (HERE,) if rowwise else (HERE, "D")),
+        ("bias_state", of_biases, (HERE,)),
     ):
         # Sums of squares; only Adam's first state, a mean of gradients, may be negative.
         low = [-math.inf if own_rule or (n == Adam().n_states and i == 0) else 0.0 for i in range(n)]
@@ -259,6 +267,26 @@ def check_scaling(found: Mapping[str, Tensor], sizes: dict[str, int], weights: t
         "scaling.activity": Entry("float64", ("D",), 0.0, 1.0 + 1e-9),
     }
     layout.check(found, entries, sizes, weights)
+
+
+def check_late(found: Mapping[str, Tensor], sizes: dict[str, int], weights: torch.dtype) -> None:
+    """What a step over ranks leaves to the next: the number that its exponentials were divided by, and its gradient
+    where that is still to be pushed."""
+    wanted = {"late.shift": Entry("float64", (1,))}
+    if len(found) > 1:
+        wanted |= {
+            "late.rows": Entry("int64", ("U",), 0), "late.classes": Entry("int64", ("n",), 0, "K"),
+            "late.grad": Entry("weights", ("n", "U")), "late.pairs": Entry("int64", ("Q",), 0, "K"),
+            "late.run": Entry("int64", ("Q",), 0, "U"), "late.pair_grad": Entry("weights", ("Q",)),
+            "late.prior_scale": Entry("float64", (1,), 0.0), "late.floor_hits": Entry("int64", (1,), 0, LARGEST),
+        }  # fmt: skip
+    if "late.shares" in found:
+        wanted |= {"late.shares": Entry("weights", ("n", "U")), "late.pair_shares": Entry("weights", ("Q",))}
+    if "late.bound" in found:
+        wanted["late.bound"] = Entry("weights", ("B",))
+    layout.check({name: found[name] for name in wanted if name in found}, wanted, dict(sizes), weights)
+    for name in found.keys() - wanted.keys():
+        raise LayoutError(name[:60], "no such array", "one")
 
 
 def check_history(columns: Mapping[str, Tensor], steps: int, weights: torch.dtype) -> None:

@@ -63,18 +63,24 @@ Loaded = TypeVar("Loaded", bound=Estimator)
 
 def save(estimator: Estimator, path: str | os.PathLike[str]) -> None:
     target_of(path)  # refuses folders and missing folders before any work
+    description, tensors = checked_contents(estimator)
+    if estimator._fitted.torn:
+        warnings.warn(f"Saving to {path}: {TORN}", RuntimeWarning, stacklevel=3)
+    save_model(path, description, tensors)
+
+
+def checked_contents(estimator: Estimator, n_classes: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`contents`, that can be loaded again. `n_classes`: of all ranks, where this one has some of the classes."""
     description, tensors = contents(estimator)
     own = {name: getattr(estimator, name) for name in GIVEN_AGAIN if "object" in _table(description, name)}
     try:
-        check_contents(description, tensors, _parameters(type(estimator), description["parameters"], own))
+        check_contents(description, tensors, _parameters(type(estimator), description["parameters"], own), n_classes)
     except ValueError as error:
         raise ValueError(
             f"This model cannot be saved: {error}. If training diverged, fit again with a lower learning_rate; if a "
             "parameter was changed since, change it back."
         ) from error
-    if estimator._fitted.torn:
-        warnings.warn(f"Saving to {path}: {TORN}", RuntimeWarning, stacklevel=3)
-    save_model(path, description, tensors)
+    return description, tensors
 
 
 def _table(description: dict[str, Any], name: str) -> dict[str, Any]:
@@ -96,6 +102,7 @@ def contents(estimator: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
         **{f"weight_state.{i}": s.cpu() for i, s in enumerate(fitted.parameters.weight_state)},
         **{f"bias_state.{i}": s.cpu() for i, s in enumerate(fitted.parameters.bias_state)},
         **{f"local.{name}": value for name, value in fitted.local.items()},
+        **{f"late.{name}": value for name, value in fitted.late.items()},
         **{f"sampler.{name}": value for name, value in fitted.sampler.items()},
         **{f"history.{name}": torch.tensor(fitted.run.history[name], dtype=torch.float64) for name in HISTORY},
         **pack_names("classes", estimator.classes_),
@@ -171,7 +178,8 @@ def load(cls: type[Loaded], path: str | os.PathLike[str], objects: dict[str, Any
     for name in objects:
         if name not in names:
             raise TypeError(f"{name!r} is no parameter of {cls.__name__}; expected some of {', '.join(names)}.")
-    description, tensors, parameters = _checked(cls, path, objects)
+    description, tensors = load_model(path)
+    parameters = _checked(cls, path, objects, description, tensors)
     estimator = cls(**parameters | objects)
     estimator.classes_ = unpack_names("classes", tensors, description["classes_dtype"])
     estimator.n_features_in_ = description["n_features"]
@@ -184,8 +192,16 @@ def load(cls: type[Loaded], path: str | os.PathLike[str], objects: dict[str, Any
 
 def load_fitted(estimator: Estimator, path: str | os.PathLike[str]) -> Fitted:
     """The training state of a file that `save` wrote for an estimator of these very parameters and classes."""
+    return fitted_of(estimator, path, *load_model(path))
+
+
+def fitted_of(
+    estimator: Estimator, path: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor],
+    n_classes: int | None = None,
+) -> Fitted:  # fmt: skip
+    """The same of what was read from `path`; of some of the `n_classes` where others have the rest."""
     own = {name: getattr(estimator, name) for name in GIVEN_AGAIN}
-    description, tensors, _ = _checked(type(estimator), path, own)
+    _checked(type(estimator), path, own, description, tensors, n_classes)
     classes = unpack_names("classes", tensors, description["classes_dtype"])
     if not np.array_equal(classes, estimator.classes_):
         raise ModelFileError(f"{path}: expected the classes of this fit, found others.")
@@ -193,17 +209,17 @@ def load_fitted(estimator: Estimator, path: str | os.PathLike[str]) -> Fitted:
 
 
 def _checked(
-    cls: type[Estimator], path: str | os.PathLike[str], objects: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """(description, arrays, parameters) of a file, validated."""
-    description, tensors = load_model(path)
+    cls: type[Estimator], path: str | os.PathLike[str], objects: dict[str, Any], description: dict[str, Any],
+    tensors: dict[str, Tensor], n_classes: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The parameters of a file, when all of it has been validated."""
     try:
         check_description(description)
         parameters = _parameters(cls, description["parameters"], objects)
-        check_contents(description, tensors, parameters)
+        check_contents(description, tensors, parameters, n_classes)
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise ModelFileError(f"{path}: {str(error).removesuffix('.')}.") from error
-    return description, tensors, parameters
+    return parameters
 
 
 def _parameters(cls: type[Estimator], found: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +246,7 @@ def _fitted(description: dict[str, Any], tensors: dict[str, Tensor]) -> Fitted:
         bytes_needed=description["bytes_needed"],
         clock=Clock(*description["clock"]),
         local=_named("local.", tensors),
+        late=_named("late.", tensors),
         sampler=_named("sampler.", tensors),
         rows_seen=description["rows_seen"],
         stream_steps=description["stream_steps"],

@@ -29,6 +29,10 @@ class RankError(RuntimeError):
     """Something went wrong on another rank, or ranks do not agree."""
 
 
+class RankStopped(RankError):
+    """An error of another rank, which it has told: all ranks are well, and may go on."""
+
+
 class Ranks:
     """A process group, or one process alone (`group` None and no default group, or a group of one).
 
@@ -200,7 +204,7 @@ class Ranks:
         if error is not None:
             raise error
         rank = next(r for r, message in enumerate(messages) if message)
-        raise RankError(f"Rank {rank} stopped {what}: {messages[rank]}")
+        raise RankStopped(f"Rank {rank} stopped {what}: {messages[rank]}")
 
     # ---- ranks that do not answer ----
 

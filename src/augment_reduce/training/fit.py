@@ -36,7 +36,7 @@ from . import looks
 from .cross_validation import Found
 from .loop import SECONDS, Evaluators, Plan, Run, Schedule, Stopwatch, Window, train
 from .progress import TrainingProgress
-from .step import Problem, State
+from .step import Problem, State, take_up
 
 ROWS_FOR_UNITS = 100  # of a stream, from which its columns' means and deviations are known
 RUNS = 128  # different rows of a minibatch, at least, or parts of what is the same
@@ -106,6 +106,7 @@ class Fitted:
     converged: bool = True
     torn: bool = False  # whether a fit was left in the middle of a step, so that none can go on exactly
     partition: Partition | None = None  # where other processes have some of the classes: `parameters` are of the rest
+    late: dict[str, Tensor] = field(default_factory=dict)  # of a step over ranks, in a checkpoint (`ShardPass.pause`)
     class_mean: tuple[np.ndarray, float] | None = None  # of weights (D,) and biases over all classes, for a partition
 
     @property
@@ -252,6 +253,8 @@ def run_here(
     problem = make_problem(fitted, settings, rows, active)
     problem.sampler.load_state_dict(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
+    fitted.run.window.add(take_up(problem, state, fitted.late))
+    fitted.late = {}
 
     per_epoch = -(-len(active) // settings.batch_size)
     fewest = 1 if fitted.run.plan is None else 0  # none where a fit was cut short after its last step
@@ -297,6 +300,8 @@ def writing(keeper: Keeper, fitted: Fitted, problem: Problem, state: State, watc
     def write(t: int) -> None:
         if keeper.due(t):
             keep(fitted, problem, state, watch, True, torn=False)
+            if problem.shard_pass is not None:
+                fitted.late = problem.shard_pass.pause()
             keeper.write()
             fitted.torn = True  # the fit goes on
             watch.lap("checkpoint")
@@ -346,6 +351,7 @@ def keep(
         sampler=problem.sampler.state_dict() or fitted.sampler,  # a part of a stream may do without it
         seconds=dict(watch.seconds),
         torn=torn,
+        late={},
     )
 
 

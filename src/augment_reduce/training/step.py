@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,10 +38,10 @@ from ..model import bounds
 from ..model.noise import Noise
 from ..model.over_ranks import OverRanks
 from ..model.scores import Scored, push, push_groups, score
-from ..model.shards import ShardScored, push_shard, push_shard_groups, score_shard
+from ..model.shards import ShardScored, push_shard, score_shard
 from ..optim import Prior, RowOptimizer
 from ..sampling import ClassSampler, Minibatch
-from ..sharding import Partition
+from ..sharding import ClassShard, Partition
 
 
 @dataclass
@@ -146,9 +146,7 @@ def push_ready(problem: Problem, state: State, ready: Ready | None, clock: Clock
     """Of a pass over ranks, which may have the step before; its bound, and how often a floor acted."""
     if ready is None:
         return None, 0
-    scored, per_row = ready.ask.scored, ready.ask.prior_scale
-    move = (state.parameters, problem.optimizer, clock.iteration, problem.prior)
-    push_shard_groups(problem.kernels, problem.X, scored, ready.gradient, per_row, *move)
+    ready.gradient.push(problem.kernels, problem.X, state.parameters, problem.optimizer, clock.iteration, problem.prior)
     return ready.bound, ready.floor_hits
 
 
@@ -157,6 +155,20 @@ def settle(problem: Problem, state: State) -> StepInfo:
     if problem.shard_pass is None:
         return StepInfo(None, 0)
     return StepInfo(*push_ready(problem, state, problem.shard_pass.settle(), state.clock))
+
+
+def take_up(problem: Problem, state: State, late: Mapping[str, Tensor]) -> StepInfo:
+    """What a checkpoint has (`ShardPass.pause`) of a step over ranks whose gradient was still to be pushed. Ranks push
+    it in their next step, as they would have; one process does at once."""
+    if "rows" in late and int(late["rows"].max()) >= problem.X.n_rows:
+        raise ValueError(f"Expected a gradient of rows below {problem.X.n_rows}, found {int(late['rows'].max())}.")
+    if late and problem.shard_pass is not None:
+        problem.shard_pass.go_on(late)
+    elif "rows" in late:
+        ready = Ready.own(late, ClassShard(problem.sampler.n_classes))
+        next_step = state.clock._replace(iteration=state.clock.iteration + 1)
+        return StepInfo(*push_ready(problem, state, ready, next_step))
+    return StepInfo(None, 0)
 
 
 def gradient_by_gap(
