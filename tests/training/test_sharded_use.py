@@ -145,6 +145,59 @@ def test_a_step_of_a_softmax_sends_twelve_bytes_a_row_whatever_the_shape(tmp_pat
             assert 0 < of_way[0] <= 12
 
 
+def sent_by(clf, X, y):
+    """Each answer, and the bytes that this rank sends for a row of it."""
+    calls = {
+        "class": lambda: clf.predict(X),
+        "top": lambda: clf.predict_topk(X, 3)[1],
+        "likelihood": lambda: np.array([clf.log_likelihood(X, y)]),
+    }
+    answers, sent, ranks = {}, {}, clf._fitted.partition.ranks
+    for name, call in calls.items():
+        before = ranks.bytes_sent
+        answers[name] = call()
+        sent[name] = (ranks.bytes_sent - before) / len(X)
+    return answers, sent
+
+
+def bytes_of_answers(group, shapes):
+    """For each shape, model and answer, the bytes that this rank sends for a row; and the answers."""
+    found = []
+    for n_features, n_classes, model in shapes:
+        X, y = rows(2000, n_features, n_classes)
+        clf = quiet(classifier(group, model=model, max_iter=30, class_sampling="head-tail-shared").fit, X, y)
+        answers, sent = sent_by(clf, X, y)
+        log_p = clf.predict_log_proba(X)
+        label = np.searchsorted(clf.classes_, y)
+        truth = {
+            "class": clf.classes_[log_p.argmax(1)], "top": np.exp(-np.sort(-log_p, axis=1)[:, :3]),
+            "likelihood": log_p[np.arange(len(X)), label].mean(keepdims=True),
+        }  # fmt: skip
+        found.append((sent, answers, truth))
+    return found
+
+
+def test_predictions_send_a_few_numbers_a_row(tmp_path):
+    """Two ranks. Softmax: a score and a class for each of the best, 16 bytes, and the log of a sum, 8; whatever K is.
+    Probit: twice 16 numbers for every two units of the range of scores; less than the scores of all classes."""
+    shapes = [(10, 60, "softmax"), (10, 900, "softmax"), (10, 900, "probit")]
+    small, large, probit = zip(*run_on_ranks(bytes_of_answers, 2, tmp_path, shapes, limit=200), strict=True)
+    few = 100 / 2000  # of whole calls and blocks: whether rows agree, whether scores are finite
+    for of_shape in (small, large):
+        for sent, _, _ in of_shape:
+            assert 16 <= sent["class"] <= 16 + few
+            assert 3 * 16 + 8 <= sent["top"] <= 3 * 16 + 8 + few
+            assert 16 <= sent["likelihood"] <= 16 + 3 * few
+    for sent, _, _ in probit:
+        assert sent["likelihood"] < 8 * 900 / 4
+    for _, answers, truth in (*small, *large, *probit):
+        assert np.array_equal(answers["class"], truth["class"])
+        np.testing.assert_allclose(answers["top"], truth["top"], rtol=1e-5)
+        np.testing.assert_allclose(answers["likelihood"], truth["likelihood"], rtol=1e-6)
+        for name, of_first in small[0][1].items():
+            assert np.array_equal(of_first, small[1][1][name])
+
+
 # ---- bad input: a clear error on every rank ----
 
 
@@ -182,6 +235,8 @@ def refused(group, path):
         "no file": lambda: AugmentReduceClassifier.load(path if first else path + "x", process_group=group),
         "prediction": lambda: quiet(classifier(group).fit, X, y).predict(with_nan if first else X),
         "other rows": lambda: quiet(classifier(group).fit, X, y).predict(X[: 5 + rank]),
+        "other labels": lambda: quiet(classifier(group).fit, X, y).log_likelihood(X, y if first else np.roll(y, 1)),
+        "unknown label": lambda: quiet(classifier(group).fit, X, y).diagnose(X, y + first),
         "save": lambda: quiet(classifier(group).fit, X, y).save("/nowhere/model"),
     }
     said = {}
@@ -213,6 +268,8 @@ EXPECTED = {
     "no file": ("No model file at", "No model file at"),
     "prediction": ("NaN", "Rank 0 stopped a prediction"),
     "other rows": ("RankError: Expected all ranks to predict the same rows, found [5, 6, 7]",) * 2,
+    "other labels": ("Expected the labels to be the same on every rank, but y (hash)",) * 2,
+    "unknown label": ("ValueError", "Rank 0 stopped a prediction: ValueError"),
     "save": ("nowhere", "Rank 0 stopped the saving of a model"),
 }
 
@@ -261,8 +318,9 @@ def test_a_group_that_is_none(tmp_path):
 def test_the_example_for_torchrun(tmp_path):
     example = ROOT / "examples" / "torchrun_fit.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    command += ["--rows", "5000", "--epochs", "1", "--model", str(tmp_path / "model")]
     ran = subprocess.run(
-        [*command, "--rows", "5000", "--epochs", "1", "--model", str(tmp_path / "model")], capture_output=True, text=True, timeout=120,
+        command, capture_output=True, text=True, timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -25,18 +25,28 @@ class Predictions(Inputs, Coefficients):
     """What a fitted model is asked."""
 
     def _scores_of(self, X: Any) -> linear.LinearScores:
+        X, _ = self._checked(X)
+        return linear.LinearScores.of(X, self._fitted)
+
+    def _checked(self, X: Any, y: Any = None) -> tuple[Any, np.ndarray]:
+        """Rows to predict for, with the numbers of their labels if these are given; an error of one rank is raised on
+        all."""
         check_is_fitted(self)
-        partition, error = self._fitted.partition, None
+        partition, codes, error = self._fitted.partition, np.empty(0, np.int64), None
         try:
+            if y is not None:
+                codes = labels.encode(self.classes_, np.asarray(y))
             X = self._checked_features(X)
+            if y is not None and len(codes) != X.shape[0]:
+                raise ValueError(f"X has {X.shape[0]} rows but y has {len(codes)} labels.")
             self._apply_coefficients()
         except Exception as found:
             if partition is None:
                 raise
             error = found
         if partition is not None:
-            agreement.same_rows(partition.ranks, X, error)
-        return linear.LinearScores.of(X, self._fitted)
+            agreement.same_rows(partition.ranks, X, codes, error)
+        return X, codes
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Scores psi (N, K) = X coef_' + intercept_; with two classes (N,), second minus first."""
@@ -54,7 +64,8 @@ class Predictions(Inputs, Coefficients):
         """The class with the highest score, the most probable one under every model."""
         scores_of = self._scores_of(X)
         with self._predicting(scores_of, 1):
-            return self.classes_[predict.argmax(scores_of, scores_of.n_rows, len(self.classes_)).numpy()]
+            n_rows, K = scores_of.n_rows, len(self.classes_)
+            return self.classes_[predict.argmax(scores_of.here, n_rows, K, columns=scores_of.columns).numpy()]
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """log of `predict_proba`, without underflow."""
@@ -75,7 +86,9 @@ class Predictions(Inputs, Coefficients):
         if not 1 <= k <= K:
             raise ValueError(f"Expected k between 1 and the number of classes, {K}; found {k}.")
         with self._predicting(scores_of, 2 * k):
-            classes, probabilities = predict.top_k(noise, scores_of, scores_of.n_rows, K, k)
+            classes, probabilities = predict.top_k(
+                noise, scores_of.here, scores_of.n_rows, K, k, columns=scores_of.columns
+            )
         return self.classes_[classes.numpy()], probabilities.to(scores_of.dtype).numpy()
 
     @contextlib.contextmanager
@@ -94,11 +107,8 @@ class Predictions(Inputs, Coefficients):
 
         `integral="importance"` is the paper's estimate instead (probit, logistic): 1,000 draws from N(5, 5^2).
         """
-        check_is_fitted(self)
-        codes = torch.from_numpy(labels.encode(self.classes_, np.asarray(y)))
-        scores_of = self._scores_of(X)
-        if len(codes) != scores_of.n_rows:
-            raise ValueError(f"X has {scores_of.n_rows} rows but y has {len(codes)} labels.")
+        X, numbers = self._checked(X, y)
+        scores_of, codes = linear.LinearScores.of(X, self._fitted), torch.from_numpy(numbers)
         if integral not in ("quadrature", "importance"):
             raise ValueError(f"Expected integral to be 'quadrature' or 'importance', found {integral!r}.")
         noise = self._noise()
@@ -109,7 +119,9 @@ class Predictions(Inputs, Coefficients):
                     generator=torch.Generator().manual_seed(self._fitted.seed),
                 )  # fmt: skip
             else:
-                values = predict.log_likelihood(noise, scores_of, codes, len(self.classes_))
+                values = predict.log_likelihood(
+                    noise, scores_of.here, codes, len(self.classes_), columns=scores_of.columns
+                )
         return float(np.average(values.numpy(), weights=sample_weight))
 
     def diagnose(self, X: Any, y: Any) -> diagnosis.Diagnosis:
@@ -118,12 +130,7 @@ class Predictions(Inputs, Coefficients):
         `"over-fit" in clf.diagnose(X, y)`; other names: "under-fit", "not converged", "loose bound", "unscaled
         columns", "other units", "label noise", "worse than class frequencies".
         """
-        check_is_fitted(self)
-        X = self._checked_features(X)
-        codes = labels.encode(self.classes_, np.asarray(y))
-        if len(codes) != X.shape[0]:
-            raise ValueError(f"X has {X.shape[0]} rows but y has {len(codes)} labels.")
-        self._apply_coefficients()
+        X, codes = self._checked(X, y)
         with threads(1 if self._fitted.partition is not None else self.n_jobs):
             return diagnosis.diagnose(self._fitted, self._noise(), as_rows(X), X, codes, self.history_)
 

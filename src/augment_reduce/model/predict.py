@@ -1,6 +1,7 @@
 """Prediction over many rows, in blocks: N x K numbers exist only where the caller asks for N x K answers.
 
-Everything is read off a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)`:
+Everything is read off a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)` (of
+the classes of one process, where others have the rest and `columns` say so):
 who calls it need not say whether the rows are dense, sparse, or the output of a network. What a score means is the
 noise's affair (quadrature.py): eq. (1) for softmax, eq. (5) for every other.
 
@@ -43,32 +44,55 @@ def bytes_needed(n_rows: int, n_classes: int, numbers: int) -> int:
     return 8 * (n_rows * numbers + get_num_threads() * ARRAYS * rows * n_classes)
 
 
-def _checked_scores(scores_of: ScoresOf, start: int, stop: int, n_classes: int) -> Tensor:
+class Columns:
+    """What the columns of scores are: here, all classes. `columns_over_ranks` has those of one process of several."""
+
+    def __init__(self, n_classes: int) -> None:
+        self.n_classes = self.n_here = n_classes
+
+    def first_not_finite(self, psi: Tensor) -> int | None:
+        """The first row with NaN or infinity."""
+        return None if psi.isfinite().all() else int(psi.isfinite().all(1).logical_not().nonzero()[0])
+
+    def highest(self, psi: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """(scores, classes) (B, k) of the k highest, best first, ties to the lowest class."""
+        classes = highest(psi, k)
+        return psi.gather(1, classes), classes
+
+    def log_likelihood(self, noise: Noise, psi: Tensor, labels: Tensor) -> Tensor:
+        return quadrature.log_likelihood(noise, psi, labels)
+
+    def log_proba_of(self, noise: Noise, psi: Tensor, classes: Tensor, scores: Tensor) -> Tensor:
+        """log p of these classes (B, C), whose scores are known."""
+        return quadrature.log_proba_of(noise, psi, classes)
+
+
+def _checked_scores(scores_of: ScoresOf, start: int, stop: int, columns: Columns) -> Tensor:
     psi = scores_of(start, stop)
-    if psi.shape != (stop - start, n_classes):
+    if psi.shape != (stop - start, columns.n_here):
         raise ValueError(
-            f"Expected scores_of({start}, {stop}) to give shape {(stop - start, n_classes)}, one row each and one "
+            f"Expected scores_of({start}, {stop}) to give shape {(stop - start, columns.n_here)}, one row each and one "
             f"column a class, but found {tuple(psi.shape)}."
         )
-    if not psi.isfinite().all():
-        row = start + int(psi.isfinite().all(1).logical_not().nonzero()[0])
+    first = columns.first_not_finite(psi)
+    if first is not None:
         raise ValueError(
-            f"Expected finite scores, but those of row {row} hold NaN or infinity: its features do, or the weights "
-            "have diverged in training. Check that row; train with a lower learning rate or with a prior."
+            f"Expected finite scores, but those of row {start + first} hold NaN or infinity: its features do, or the "
+            "weights have diverged in training. Check that row; train with a lower learning rate or with a prior."
         )
     return psi
 
 
 def _for_blocks(
-    work: Callable[[slice, Tensor], None], scores_of: ScoresOf, n_rows: int, n_classes: int, budget_bytes: int
+    work: Callable[[slice, Tensor], None], scores_of: ScoresOf, n_rows: int, columns: Columns, budget_bytes: int
 ) -> None:
     """work(rows, psi) for every block, in inference mode, in which the noise's functions are compiled."""
 
     def block(ends: tuple[int, int]) -> None:
         with torch.inference_mode():
-            work(slice(*ends), _checked_scores(scores_of, *ends, n_classes))
+            work(slice(*ends), _checked_scores(scores_of, *ends, columns))
 
-    for_each(block, row_blocks(n_rows, n_classes, budget_bytes))
+    for_each(block, row_blocks(n_rows, columns.n_classes, budget_bytes))
 
 
 def _check_labels(labels: Tensor, n_classes: int) -> None:
@@ -87,6 +111,7 @@ def log_likelihood(
     labels: Tensor,
     n_classes: int | None = None,
     *,
+    columns: Columns | None = None,
     budget_bytes: int = BUDGET_BYTES,
 ) -> Tensor:
     """log p(y_n | psi_n) of every row, (N,) float64; exact for every model (eq. 5; softmax: eq. 1), not averaged.
@@ -97,11 +122,12 @@ def log_likelihood(
     if n_classes is None:
         n_classes = scores_of(0, 1).shape[1] if len(labels) else 1
     _check_labels(labels, n_classes)
+    of = columns or Columns(n_classes)
 
     def work(rows: slice, psi: Tensor) -> None:
-        out[rows] = quadrature.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
+        out[rows] = of.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
 
-    _for_blocks(work, scores_of, len(labels), n_classes, budget_bytes)
+    _for_blocks(work, scores_of, len(labels), of, budget_bytes)
     return out.clamp_(max=0.0)  # a certain label may come out at +1e-14
 
 
@@ -119,7 +145,7 @@ def log_likelihood_importance(
     _check_labels(labels, n_classes)
     out = torch.empty(len(labels), dtype=torch.float64)
     for start, stop in row_blocks(len(labels), n_classes, budget_bytes):  # in their order: all draw from one generator
-        psi, rows = _checked_scores(scores_of, start, stop, n_classes), slice(start, stop)
+        psi, rows = _checked_scores(scores_of, start, stop, Columns(n_classes)), slice(start, stop)
         y = labels[rows].to(psi.device, torch.int64)
         out[rows] = quadrature.log_likelihood_importance(noise, psi, y, generator=generator, n_samples=n_samples)
     return out
@@ -141,7 +167,7 @@ def log_proba(
     def work(rows: slice, psi: Tensor) -> None:
         out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).to(out_dtype)
 
-    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
+    _for_blocks(work, scores_of, n_rows, Columns(n_classes), budget_bytes)
     return out
 
 
@@ -160,7 +186,7 @@ def proba(
     def work(rows: slice, psi: Tensor) -> None:
         out[rows] = quadrature.log_proba(noise, psi).clamp_(max=0.0).exp_().to(out_dtype)
 
-    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
+    _for_blocks(work, scores_of, n_rows, Columns(n_classes), budget_bytes)
     return out
 
 
@@ -181,18 +207,21 @@ def scores(
     def work(rows: slice, psi: Tensor) -> None:
         out[rows] = psi if psi.dtype == out_dtype else psi.clamp(-most, most).to(out_dtype)
 
-    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
+    _for_blocks(work, scores_of, n_rows, Columns(n_classes), budget_bytes)
     return out
 
 
-def argmax(scores_of: ScoresOf, n_rows: int, n_classes: int, *, budget_bytes: int = BUDGET_BYTES) -> Tensor:
+def argmax(
+    scores_of: ScoresOf, n_rows: int, n_classes: int, *, columns: Columns | None = None,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Tensor:  # fmt: skip
     """The most probable class of every row, (N,) int64: that of the highest score (see `top_k`), ties to the lowest."""
-    out = torch.empty(n_rows, dtype=torch.int64)
+    out, of = torch.empty(n_rows, dtype=torch.int64), columns or Columns(n_classes)
 
     def work(rows: slice, psi: Tensor) -> None:
-        out[rows] = highest(psi, 1)[:, 0]
+        out[rows] = of.highest(psi, 1)[1][:, 0]
 
-    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
+    _for_blocks(work, scores_of, n_rows, of, budget_bytes)
     return out
 
 
@@ -203,6 +232,7 @@ def top_k(
     n_classes: int,
     k: int,
     *,
+    columns: Columns | None = None,
     budget_bytes: int = BUDGET_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """The k most probable classes of every row, best first, and their probabilities: (N, k) int64, (N, k) float64.
@@ -217,12 +247,13 @@ def top_k(
         raise ValueError(f"Expected k between 1 and the number of classes, {n_classes}, but found {k}.")
     classes = torch.empty(n_rows, k, dtype=torch.int64)
     probabilities = torch.empty(n_rows, k, dtype=torch.float64)
+    of = columns or Columns(n_classes)
 
     def work(rows: slice, psi: Tensor) -> None:
-        classes[rows] = best = highest(psi, k)
-        probabilities[rows] = quadrature.log_proba_of(noise, psi, best).exp_().clamp_(max=1.0)
+        scores, classes[rows] = of.highest(psi, k)
+        probabilities[rows] = of.log_proba_of(noise, psi, classes[rows], scores).exp_().clamp_(max=1.0)
 
-    _for_blocks(work, scores_of, n_rows, n_classes, budget_bytes)
+    _for_blocks(work, scores_of, n_rows, of, budget_bytes)
     return classes, probabilities
 
 

@@ -61,15 +61,24 @@ class Crowd:
     def __init__(self, noise: Noise, psi: Tensor, width: float | None) -> None:
         self.noise, self.psi = noise, psi
         self.low, self.top = psi.amin(1), psi.amax(1)
-        self.at, self.weight, self.width = psi, None, width or math.inf
+        self.at: Tensor = psi
+        self.weight: Tensor | None = None
+        self.width = width or math.inf
         self.n_bins = int((self.top - self.low).max() / self.width) + 1
         if width and 2 * self.n_bins * DEGREE <= psi.shape[1]:
-            offset = psi.new_tensor(np.arange(self.n_bins)[:, None] + (POINTS + 1.0) / 2.0).flatten()
-            self.at = (self.low[:, None] + width * offset).minimum(self.top[:, None] + width)
-            moments = psi.new_zeros(DEGREE, len(psi), self.n_bins)
-            for moment, (bins, polynomial) in zip(moments, self._basis(), strict=True):
-                moment.scatter_add_(1, bins, polynomial)
-            self.weight = (moments.permute(1, 2, 0) @ psi.new_tensor(TO_POINTS)).flatten(1)
+            self.at, self.weight = self.points(), self.weights_of_points()
+
+    def points(self) -> Tensor:
+        """(B, M)"""
+        offset = self.psi.new_tensor(np.arange(self.n_bins)[:, None] + (POINTS + 1.0) / 2.0).flatten()
+        return (self.low[:, None] + self.width * offset).minimum(self.top[:, None] + self.width)
+
+    def weights_of_points(self) -> Tensor:
+        """(B, M), a sum over the classes."""
+        moments = self.psi.new_zeros(DEGREE, len(self.psi), self.n_bins)
+        for moment, (bins, polynomial) in zip(moments, self._basis(), strict=True):
+            moment.scatter_add_(1, bins, polynomial)
+        return (moments.permute(1, 2, 0) @ self.psi.new_tensor(TO_POINTS)).flatten(1)
 
     def _basis(self) -> Iterator[tuple[Tensor, Tensor]]:
         """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its place in there."""
@@ -321,9 +330,16 @@ def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor, *, closed_form: boo
         return psi.double().gather(1, classes) - psi.double().logsumexp(1, keepdim=True)
     out = torch.empty(classes.shape, dtype=torch.float64, device=psi.device)
     for block, crowd in _crowds(noise, psi):
-        s = crowd.psi.gather(1, classes[block])
-        for rows, v, log_weight in grid_for(crowd, s):
-            out[block][rows] = _log_sum(crowd, v, log_weight, s[rows])
+        out[block] = log_proba_on(crowd, crowd.psi.gather(1, classes[block]))
+    return out
+
+
+@torch.no_grad()
+def log_proba_on(crowd: Crowd, s: Tensor) -> Tensor:
+    """log P(s), (B, C), of classes with these scores."""
+    out = torch.empty_like(s)
+    for rows, v, log_weight in grid_for(crowd, s):
+        out[rows] = _log_sum(crowd, v, log_weight, s[rows])
     return out
 
 

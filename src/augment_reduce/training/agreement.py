@@ -43,11 +43,13 @@ def common_seed(ranks: Ranks, seed: int) -> int:
     return int(ranks.gather(torch.tensor([seed]), "the seed")[0, 0])
 
 
-def same_rows(ranks: Ranks, X: Any, error: Exception | None) -> None:
-    """Before a prediction: no rank has refused its rows (`error`), and all have as many."""
+def same_rows(ranks: Ranks, X: Any, codes: np.ndarray, error: Exception | None) -> None:
+    """Before a prediction: no rank has refused its rows (`error`), and all have as many, with the same labels."""
     found = ranks.raise_together(error, "a prediction", 0 if error is not None else int(X.shape[0]))
     if len(set(found)) > 1:
         raise RankError(f"Expected all ranks to predict the same rows, found {found} rows, rank by rank.")
+    if len(codes):
+        ranks.agree({"y (hash)": digest(codes)}, "the labels")
 
 
 def arrays_of(X: Rows) -> tuple[np.ndarray, ...]:

@@ -154,8 +154,8 @@ def diagnose(
     """`source` is unscaled X, for scores."""
     scores_of, labels = LinearScores.of(source, fitted), torch.from_numpy(codes)
     K = scores_of.n_classes
-    own = predict.log_likelihood(noise, scores_of, labels, K).double().numpy()
-    first = predict.argmax(scores_of, len(codes), K).numpy()
+    own = predict.log_likelihood(noise, scores_of.here, labels, K, columns=scores_of.columns).double().numpy()
+    first = predict.argmax(scores_of.here, len(codes), K, columns=scores_of.columns).numpy()
     counts = np.maximum(fitted.class_counts, 0.5)
     log_likelihood, frequencies = float(own.mean()), float(np.log(counts[codes] / counts.sum()).mean())
     rows = np.linspace(0, len(codes) - 1, min(len(codes), ROWS)).astype(np.int64)
@@ -209,7 +209,9 @@ def best_factor(fitted: Fitted, noise: Noise, X: object, codes: np.ndarray) -> t
     for a in FACTORS:
         scores_of = LinearScores.of(X, fitted)
         scores_of.factor *= a
-        found.append(float(predict.log_likelihood(noise, scores_of, labels, scores_of.n_classes).double().mean()))
+        columns = scores_of.columns
+        log_p = predict.log_likelihood(noise, scores_of.here, labels, columns.n_classes, columns=columns)
+        found.append(float(log_p.double().mean()))
     best = int(np.argmax(found))
     return FACTORS[best], found[best] - found[FACTORS.index(1.0)]
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..config.features import FeatureScaling
 from ..kernels.rows import DenseRows, MappedRows, SparseRows, as_rows
+from ..model import predict
+from ..model.columns_over_ranks import ColumnsOverRanks
 from ..model.scores import kernels_for
 from ..sharding import Partition
 
@@ -32,7 +34,8 @@ class LinearScores:
     """scores_of(start, stop) of the rows X, for `predict`; usually in the dtype of the weights.
 
     psi = factor * (weight . (x - centre) / scale + bias), with weight (K, D) a tensor or a CSR matrix. Where other
-    processes have some of the classes every call gathers their scores: all ranks call, for the same rows, in one order.
+    processes have some of the classes every call gathers their scores, and `here` gives those of this one, for
+    `columns`: all ranks call, for the same rows, in one order.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class LinearScores:
         partition: Partition | None = None,
     ) -> None:  # fmt: skip
         self.n_rows, self.dtype, self.partition = X.shape[0], bias.dtype, partition
-        self.n_classes = len(bias) if partition is None else partition.shard.n_classes
+        self.columns = predict.Columns(len(bias)) if partition is None else ColumnsOverRanks(partition)
+        self.n_classes = self.columns.n_classes
         self.weight, self.bias, self.scaling, self.factor = weight, bias, scaling, factor
         self.rows, self.kernels = as_rows(X), kernels_for("cpu")
         self.transposed = weight.T.tocsr() if sp.issparse(weight) else None
@@ -56,6 +60,10 @@ class LinearScores:
         return cls(X, weight, fitted.parameters.bias, fitted.scaling, fitted.factor, fitted.partition)
 
     def __call__(self, start: int, stop: int) -> Tensor:
+        psi = self.here(start, stop)
+        return psi if self.partition is None else self.partition.whole_columns(psi)
+
+    def here(self, start: int, stop: int) -> Tensor:
         if isinstance(self.rows, MappedRows):  # as many as may be in memory together
             parts = self.rows.parts(np.arange(start, stop))
             psi = torch.cat([self._product(start + part.start, start + part.stop) for part in parts])
@@ -63,11 +71,15 @@ class LinearScores:
             psi = self._product(start, stop)
         if self.factor != 1.0:
             psi = psi * self.factor
-        overflowed = self._largest(~psi.isfinite().all(1).numpy()).nonzero()[0]
-        if len(overflowed):
+        finite = psi.isfinite().all(1)
+        if self._on_any(not finite.all()):
+            overflowed = self._largest(~finite.numpy()).nonzero()[0]
             psi = psi.double()
             psi[overflowed] = torch.from_numpy(self._of_large(start + overflowed))
-        return psi if self.partition is None else self.partition.whole_columns(psi)
+        return psi
+
+    def _on_any(self, here: bool) -> bool:
+        return here if self.partition is None else self.partition.any(here, "whether scores are finite")
 
     def _largest(self, numbers: np.ndarray) -> np.ndarray:
         """Of each the largest that a rank has."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..config.defaults import Settings
 from ..kernels.threads import num_threads
 from ..model import bounds, predict, quadrature
+from ..model.columns_over_ranks import ColumnsOverRanks
 from ..sampling import Minibatch, Sampled
 from ..sharding import Partition
 from ..support.finite import check_finite
@@ -102,22 +103,29 @@ def validation_look(problem: Problem, state: State, rows: TrainingRows, held_out
     looked_at = held_out[: max(100, VALIDATION_PAIRS // K)]
     codes = torch.from_numpy(rows.codes[looked_at].astype(np.int64, copy=False))
     weight = None if rows.weight is None else rows.weight[looked_at]
+    columns = predict.Columns(K) if problem.partition is None else ColumnsOverRanks(problem.partition)
 
     def look() -> float:
         with in_order(problem.partition):
             found = predict.log_likelihood(
-                problem.noise, lambda begin, end: scores_of_all(problem, state, looked_at[begin:end]), codes, K
-            )
+                problem.noise, lambda begin, end: scores_here(problem, state, looked_at[begin:end]), codes, K,
+                columns=columns,
+            )  # fmt: skip
         return float(np.average(found.numpy(), weights=weight))
 
     return look
 
 
-def scores_of_all(problem: Problem, state: State, rows: np.ndarray) -> Tensor:
-    """psi (B, K), on every rank those of all classes."""
+def scores_here(problem: Problem, state: State, rows: np.ndarray) -> Tensor:
+    """psi (B, K), on every rank those of its own classes."""
     parameters = state.parameters
     here = torch.arange(len(parameters.bias))
-    psi = problem.kernels.shared_scores(problem.X, rows, here, parameters.weight, parameters.bias)
+    return problem.kernels.shared_scores(problem.X, rows, here, parameters.weight, parameters.bias)
+
+
+def scores_of_all(problem: Problem, state: State, rows: np.ndarray) -> Tensor:
+    """psi (B, K), on every rank those of all classes."""
+    psi = scores_here(problem, state, rows)
     return psi if problem.partition is None else problem.partition.whole_columns(psi)
 
 
