@@ -18,7 +18,7 @@ from ..model.noise import Gumbel, Noise
 from ..persistence.checkpoints import Checkpoints
 from ..sharding import ClassShard, Partition, Ranks
 from ..support.limits import memory_errors
-from ..training import agreement, diagnosis, direct_fit, interrupts, linear, prior_search
+from ..training import agreement, diagnosis, direct_fit, interrupts, linear, prior_search, review
 from ..training import fit as fitting
 from ..training.fit import threads
 from ..training.loop import Stopwatch
@@ -146,9 +146,12 @@ class Fitting(Coefficients):
                 if settings.direct:
                     direct_fit.run(self._fitted, settings, rows, fit.options, stop_asked, watch)
                 else:
+                    judge = review.review_of(
+                        self._fitted, settings, rows, fit.shape, fit.options, stop_asked, persistent=persistent
+                    )
                     fitting.run(
                         self._fitted, settings, rows, fit.options, persistent=persistent, stop_asked=stop_asked,
-                        watch=watch, keeper=keeper,
+                        watch=watch, keeper=keeper, review=judge,
                     )  # fmt: skip
                 self._fitted.class_mean = linear.mean_over_classes(self._fitted)
                 if keeper is not None:

@@ -58,7 +58,8 @@ def _is_plan(value: Any) -> bool:
     """Valid arguments of `Plan`: at least 1 iteration between records and between bounds; 0: no evaluations."""
     if value is None:
         return True
-    if not isinstance(value, list) or len(value) != len(Plan._fields) or not all(map(_whole(LARGEST), value)):
+    fewest, most = len(Plan._fields) - len(Plan._field_defaults), len(Plan._fields)
+    if not isinstance(value, list) or not fewest <= len(value) <= most or not all(map(_whole(LARGEST), value)):
         return False
     plan = Plan(*value)
     return plan.record_every >= 1 and plan.bound_every >= 1 and plan.gap_rows <= MOST_ROWS

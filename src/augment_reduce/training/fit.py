@@ -53,6 +53,15 @@ class Keeper(Protocol):
     def write(self) -> None: ...
 
 
+class Review(Protocol):
+    """What judges the prior in the middle of a fit (`training.review`), on rows not trained on until then."""
+
+    after: int  # iterations
+    left_out: np.ndarray  # rows
+
+    def __call__(self, fitted: Fitted, settings: Settings) -> Settings: ...
+
+
 @dataclass
 class TrainingRows:
     """Checked rows with labels in 0..K-1 and weights (None: all one)."""
@@ -227,21 +236,39 @@ def move(parameters: Parameters, device: torch.device) -> Parameters:
 def run(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], *, persistent: bool,
     stop_asked: Callable[[], bool] = lambda: False, watch: Stopwatch | None = None, keeper: Keeper | None = None,
+    review: Review | None = None,
 ) -> None:  # fmt: skip
-    """`run_here`, with the weights on the device that was asked for; back on the CPU whatever happens."""
+    """`run_here`, in two stages if the prior is to be reviewed, with the weights on the device that was asked for; back
+    on the CPU whatever happens."""
     on_cpu = isinstance(rows.X, MappedRows) or fitted.partition is not None
+    watch = watch or Stopwatch()
     move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
     try:
-        run_here(fitted, settings, rows, options, persistent, stop_asked, watch or Stopwatch(), keeper)
+        if review is not None:
+            run_here(fitted, settings, rows, options, persistent, stop_asked, watch, keeper, review)
+            plan = fitted.run.plan
+            if plan is None or fitted.clock.iteration < plan.stage_end or stop_asked():
+                return
+            move(fitted.parameters, torch.device("cpu"))
+            with threads(options["n_jobs"]):
+                settings = review(fitted, settings)
+            watch.lap("search")
+            if stop_asked():  # the review was not completed: resuming repeats it
+                return
+            fitted.run.plan = plan._replace(review=0)
+            settings = replace(settings, max_iter=plan.last - fitted.clock.iteration)
+            move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
+        run_here(fitted, settings, rows, options, persistent, stop_asked, watch, keeper)
     finally:
         move(fitted.parameters, torch.device("cpu"))
 
 
 def run_here(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], persistent: bool,
-    stop_asked: Callable[[], bool], watch: Stopwatch, keeper: Keeper | None = None,
+    stop_asked: Callable[[], bool], watch: Stopwatch, keeper: Keeper | None = None, review: Review | None = None,
 ) -> None:  # fmt: skip
-    """Train `fitted` on `rows`: to the end of `settings.max_iter`, or one pass where rows will not come again."""
+    """Train `fitted` on `rows`: for `settings.max_iter` iterations, without the rows of a `review` up to it; or one
+    pass where rows will not come again."""
     active, held_out = rows.active(), np.empty(0, dtype=np.int64)
     if options["early_stopping"] and persistent:
         active, held_out = hold_out(active, options["validation_fraction"], fitted.seed)
@@ -250,6 +277,8 @@ def run_here(
         count(fitted, settings, rows, active)
     if not persistent:
         fitted.run.plan, fitted.run.window = None, Window()
+    if review is not None:
+        active = np.setdiff1d(active, review.left_out, assume_unique=True)
     problem = make_problem(fitted, settings, rows, active)
     problem.sampler.load_state_dict(fitted.sampler, same_rows=persistent)
     state = State(fitted.parameters, local_state(fitted, problem, rows, persistent), fitted.clock)
@@ -260,7 +289,15 @@ def run_here(
     fewest = 1 if fitted.run.plan is None else 0  # none where a fit was cut short after its last step
     n_iter = max(fewest, settings.max_iter - taken) if persistent else per_epoch
     schedule = Schedule(
-        plan=looks.plan_of(fitted, problem, settings, n_iter, len(held_out), with_gap=persistent),
+        plan=looks.plan_of(
+            fitted,
+            problem,
+            settings,
+            n_iter,
+            len(held_out),
+            with_gap=persistent,
+            review=0 if review is None else review.after,
+        ),
         batch_size=settings.batch_size,
         seed=fitted.seed,
         origin=0 if persistent else fitted.clock.iteration,
@@ -291,7 +328,8 @@ def run_here(
             keep(fitted, problem, state, watch, persistent, torn=was_torn or state.mark.torn)
         if fitted.run.plan is None and fitted.found is not None:
             fitted.factor = fitted.found.factor
-        progress.say(watch.describe())
+        if fitted.run.plan is None:
+            progress.say(watch.describe())
 
 
 def writing(keeper: Keeper, fitted: Fitted, problem: Problem, state: State, watch: Stopwatch) -> Callable[[int], None]:

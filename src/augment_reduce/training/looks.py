@@ -48,7 +48,8 @@ OTHER_LOOK, OTHER_LOOKED_AT_PAIR = 1.5e-2, 2e-4  # by adaptive quadrature
 
 
 def plan_of(
-    fitted: Fitted, problem: Problem, settings: Settings, n_iter: int, n_held_out: int, *, with_gap: bool
+    fitted: Fitted, problem: Problem, settings: Settings, n_iter: int, n_held_out: int, *, with_gap: bool,
+    review: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan of a fit of `n_iter` more iterations; that of the fit before, up to another end, if it was cut short."""
     last = fitted.clock.iteration + n_iter
@@ -63,6 +64,7 @@ def plan_of(
         validate_every=every if n_held_out else 0,
         gap_every=every * -(-n_iter // (every * n_looks)) if n_looks else 0,
         gap_rows=gap_rows,
+        review=review,
     )
 
 

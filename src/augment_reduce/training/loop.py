@@ -39,6 +39,12 @@ class Plan(NamedTuple):
     validate_every: int  # between looks at the validation rows; 0: none
     gap_every: int  # between looks at the bound's gap; 0: none
     gap_rows: int  # that are looked at
+    review: int = 0  # the iteration after which the prior is reviewed (`training.review`); 0: none is to come
+
+    @property
+    def stage_end(self) -> int:
+        """The last iteration before the training rows or the prior change, or that ends the fit."""
+        return self.review if 0 < self.review < self.last else self.last
 
     @property
     def look_every(self) -> int:
@@ -156,8 +162,8 @@ def train(
     problem: Problem, state: State, schedule: Schedule, evaluators: Evaluators, progress: TrainingProgress, run: Run,
     watch: Stopwatch | None = None, stop_asked: Callable[[], bool] = lambda: False,
 ) -> Run:  # fmt: skip
-    """Take steps from where `state.clock` stands to the plan's last, or fewer if validation stops improving, or as soon
-    as `stop_asked`. Then `run.plan` and `run.window` say how to go on; at the end of the plan there is nothing to say.
+    """Take steps from where `state.clock` stands to the end of the plan's stage, or fewer if validation stops improving
+    or `stop_asked`. Unless the plan is complete, `run.plan` and `run.window` hold what resuming needs.
 
     Until a call of steps has been entered in all books, `state.mark` says that the model is torn.
     """
@@ -174,7 +180,7 @@ def train(
         t = first = state.clock.iteration + 1
         watch.lap("prepare")
         while t <= plan.last and not run.stopped_early:
-            if stop_asked():
+            if t > plan.stage_end or stop_asked():
                 run.window.add(settle(problem, state))
                 state.mark.torn = False
                 return run

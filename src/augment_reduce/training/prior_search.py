@@ -65,8 +65,7 @@ def find(
     """Settings with the chosen variance, and the rows with the scaling chosen with it. `X`: the unscaled
     rows."""
     noise = settings.noise
-    of_softmax = is_small(Gumbel(), shape) and not shape.stream
-    if of_softmax:
+    if by_optima(shape):
         found, judged, scaling = by_cross_validation(fitted, X, rows, shape, settings, stop_asked)
         if scaling is not fitted.scaling and scaling is not None:
             fitted.scaling = scaling
@@ -77,6 +76,11 @@ def find(
         return settings, rows
     fitted.found = of_noise(found, judged, noise, rate_is_ours(options))
     return with_found(settings, fitted.found), rows
+
+
+def by_optima(shape: Shape) -> bool:
+    """Whether variances are compared at the optimum of each, since a softmax's is cheap: not by short training runs."""
+    return is_small(Gumbel(), shape) and not shape.stream
 
 
 def rate_is_ours(options: dict[str, Any]) -> bool:
@@ -189,20 +193,25 @@ class Branches:
         per_epoch = -(-len(self.active) // self.settings.batch_size)
         most = settings.max_iter
         self.warm = max(1, min(max(WARM_EPOCHS * per_epoch, WARM_STEPS), int(WARM_SHARE * most)))
-        self.per_branch = max(1, min(max(BRANCH_EPOCHS * per_epoch, BRANCH_STEPS), int(BRANCH_SHARE * most)))
-        weights = fitted.parameters.weight
-        self.with_rate = rate_is_ours(options)
+        self.per_branch = self.branch_steps(most)
+        self.with_rate, self.noise_scale = rate_is_ours(options), 1.0
         self.why_not = ""
         if settings.max_iter < FEWEST_EPOCHS * per_epoch:
             self.why_not = f"a search needs fits of {FEWEST_EPOCHS} epochs or more"
         elif len(self.left_out) < FEWEST_HELD_OUT:
             self.why_not = f"only {len(self.left_out)} rows could be held out"
-        elif self.lacks(COPIES * 2 * weights.numel() * weights.element_size()):
+        elif self.lacks_memory(fitted):
             self.why_not = "no memory for copies of the weights"
 
-    def lacks(self, needed: int) -> bool:
-        """Whether so much memory is not to be had, here or on another rank."""
-        here = limits.shortage(needed) is not None
+    def branch_steps(self, n_iter: int) -> int:
+        """Of a branch, in a fit of `n_iter` steps."""
+        per_epoch = -(-len(self.active) // self.settings.batch_size)
+        return max(1, min(max(BRANCH_EPOCHS * per_epoch, BRANCH_STEPS), int(BRANCH_SHARE * n_iter)))
+
+    def lacks_memory(self, fitted: Fitted) -> bool:
+        """For copies of the weights and their state, here or on another rank."""
+        weights = fitted.parameters.weight
+        here = limits.shortage(COPIES * 2 * weights.numel() * weights.element_size()) is not None
         return here if self.partition is None else self.partition.any(here)
 
     def variance(self, e: int) -> float:
@@ -231,6 +240,14 @@ class Branches:
         kept[out] = False
         return active[kept], active[out]
 
+    def judge_fewer(self, most: int) -> None:
+        """Judge by about that many of the held-out rows, whole documents; train on the others."""
+        order = np.random.Generator(np.random.PCG64(self.seed)).permutation(int(self.unit.max(initial=-1)) + 1)
+        judged = order[: int(np.searchsorted(np.bincount(self.unit)[order].cumsum(), most)) + 1]
+        stays = np.isin(self.unit, judged)
+        self.active = np.union1d(self.active, self.left_out[~stays])
+        self.left_out, self.unit = self.left_out[stays], np.unique(self.unit[stays], return_inverse=True)[1]
+
     def goes_on(self, settings: Settings) -> bool:
         """Whether the fit can continue from these runs. Not in a stream, which counts each row once."""
         if self.shape.stream:
@@ -251,8 +268,7 @@ class Branches:
                 e, best = e + step, tried
             if e:
                 break
-        factor = best.factor if best.factor >= CERTAIN else 1.0
-        loss = float(best.losses.mean())
+        factor, loss = temperature_factor(best), float(best.losses.mean())
         why = f"{len(self.left_out):,} rows held out: loss {loss:.4f} after {self.warm + self.per_branch:,} steps"
         return Found(self.variance(e), factor, loss, 1, why, rate), best, start
 
@@ -277,12 +293,14 @@ class Branches:
                 break
         return start, rate, best
 
-    def is_better(self, losses: np.ndarray, than: np.ndarray) -> bool:
-        """By more than the standard error, with documents as independent units."""
+    def is_better(
+        self, losses: np.ndarray, than: np.ndarray, *, share: float = WORTH_SHARE, errors: float = EVIDENCE
+    ) -> bool:  # fmt: skip
+        """By more than that share of the loss and those standard errors, with documents as independent units."""
         gain = than - losses
         of_units = np.bincount(self.unit, gain - gain.mean())
-        evidence = EVIDENCE * math.sqrt((of_units**2).sum()) / len(gain)
-        return bool(gain.mean() > max(WORTH_SHARE * than.mean(), evidence))
+        standard_error = math.sqrt((of_units**2).sum()) / len(gain)
+        return bool(gain.mean() > max(share * than.mean(), errors * standard_error))
 
     def begin(self) -> Fitted:
         """The first part of a fit at the first variance."""
@@ -327,4 +345,9 @@ class Branches:
             scores[part] = kernels.shared_scores(self.rows.X, rows[part], here, parameters.weight, parameters.bias)
         if self.partition is not None:
             scores = self.partition.whole_columns(scores)
-        return scores.double().numpy(), self.rows.codes[rows].astype(np.int64)
+        return scores.double().numpy() / self.noise_scale, self.rows.codes[rows].astype(np.int64)
+
+
+def temperature_factor(judged: Judged) -> float:
+    """The factor of all scores for the whole fit: only a large one, since the weights of a short run still grow."""
+    return judged.factor if judged.factor >= CERTAIN else 1.0

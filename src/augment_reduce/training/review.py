@@ -1,0 +1,87 @@
+"""Review the prior variance in the middle of a short fit.
+
+The search before a fit (`prior_search`) judges variances after one or two epochs, when the weights are still small: a
+prior hardly acts on them, and one that is too strong goes unnoticed. So a fit of few epochs leaves the rows that judged
+the search out until AFTER of its steps. Then two branches, with a falling rate, compare the variance with four times
+it, or with a fourth of it if the scores are too large; the fit continues with the better one, on all rows. Only
+MOST_LEFT_OUT of the rows are left out that long.
+
+Fits of many epochs are not reviewed: their searches are longer, and the rows left out would be missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..config.defaults import Settings, Shape
+from .fit import Fitted, TrainingRows
+from .prior_search import Branches, by_optima, temperature_factor
+
+AFTER = 0.4  # of the steps
+MOST_EPOCHS = 15  # of a fit that is reviewed
+MOST_LEFT_OUT = 1_000  # rows
+STEP = 2  # factors of two to the other variance
+WORTH_SHARE, EVIDENCE = 1e-4, 1.5  # share of the loss and standard errors that it has to gain
+
+
+def review_of(
+    fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any],
+    stop_asked: Callable[[], bool], *, persistent: bool,
+) -> Review | None:  # fmt: skip
+    """The review of this fit, where one is to come: after a search by training, or at the resumption of such a fit."""
+    found, plan = fitted.found, fitted.run.plan
+    if found is None or by_optima(shape) or not persistent or options["early_stopping"]:
+        return None
+    if plan is None and fitted.rows_seen:  # a further fit
+        return None
+    if plan is not None and plan.review == 0:
+        return None
+    review = Review(fitted, settings, rows, shape, options, stop_asked)
+    return review if plan is not None or review.pays() else None
+
+
+class Review:
+    """`after`: the iteration of the review. `left_out`: rows to judge by, not trained on until then."""
+
+    def __init__(
+        self, fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any],
+        stop_asked: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.branches = Branches(fitted, settings, rows, shape, options, stop_asked)
+        self.branches.judge_fewer(MOST_LEFT_OUT)
+        self.left_out: np.ndarray = self.branches.left_out
+        self.start, self.last = fitted.clock.iteration, settings.max_iter
+        self.after = int(AFTER * settings.max_iter)
+
+    def pays(self) -> bool:
+        """Whether the fit is short, and the search of it was one by training."""
+        branches = self.branches
+        per_epoch = -(-len(branches.active) // branches.settings.batch_size)
+        return not branches.why_not and self.start < self.after and self.last <= MOST_EPOCHS * per_epoch
+
+    def __call__(self, fitted: Fitted, settings: Settings) -> Settings:
+        """The settings with the better variance, which `fitted.found` notes. Without memory for branches: as before."""
+        branches, found, plan = self.branches, fitted.found, fitted.run.plan
+        assert found is not None
+        assert plan is not None
+        if branches.lacks_memory(fitted):
+            return settings
+        branches.per_branch = branches.branch_steps(plan.last)
+        branches.settings, branches.noise_scale = settings, found.noise_scale
+        now = branches.at(fitted, 0)
+        step = STEP if now.factor >= 1.0 else -STEP
+        other = branches.at(fitted, step)
+        if branches.stop_asked():
+            return settings
+        changes = branches.is_better(other.losses, now.losses, share=WORTH_SHARE, errors=EVIDENCE)
+        variance, judged = (branches.variance(step), other) if changes else (found.variance, now)
+        words = f"reviewed after {fitted.clock.iteration:,}"
+        fitted.found = replace(
+            found, variance=variance, factor=temperature_factor(judged), loss=float(judged.losses.mean()),
+            why=f"{found.why}, {words}",
+        )  # fmt: skip
+        return replace(settings, prior_variance=variance)
