@@ -4,10 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from augment_reduce import AugmentReduceClassifier
+from augment_reduce.config import defaults
 from augment_reduce.training import fit as fitting
-from augment_reduce.training import prior_search
+from augment_reduce.training import prior_search, review
 from augment_reduce.training.review import AFTER, Review
 from tests.training.test_prior_search import every_label, text
 
@@ -51,7 +53,6 @@ def test_rows_that_judge_are_trained_on_after_the_review_and_not_before(monkeypa
     assert 0 < 1_500 - len(before) <= 150
     assert trained_on[-1][0] == after
     np.testing.assert_array_equal(trained_on[-1][1], np.arange(1_500))
-    assert "reviewed" in clf._fitted.found.why
     assert clf.n_iter_ == clf.n_iter_planned_ == 300
     assert (np.diff(clf.history_["iteration"]) > 0).all()
 
@@ -79,11 +80,43 @@ def test_one_seed_one_result_whatever_the_number_of_threads():
     np.testing.assert_array_equal(fits[0].coef_, fits[1].coef_)
 
 
+def few_rows_a_class(K=200, rows=4, seed=0):
+    """Rows of four of the six words of their class, and eight of any."""
+    generator = np.random.default_rng(0)
+    words, generator = generator.integers(600, size=(K, 6)), np.random.default_rng(seed)
+    y = np.repeat(np.arange(K), rows)
+    chosen = np.argsort(generator.random((K * rows, 6)), 1)[:, :4]
+    X = np.zeros((K * rows, 600), np.float32)
+    np.put_along_axis(X, np.take_along_axis(words[y], chosen, 1), 1.0, 1)
+    np.put_along_axis(X, generator.integers(600, size=(K * rows, 8)), 1.0, 1)
+    return sp.csr_matrix(X), y
+
+
+def test_a_fit_that_still_learns_takes_more_steps(monkeypatch):
+    """And ends with a better likelihood of other rows; not if the number of steps was set."""
+    monkeypatch.setattr(defaults, "default_epochs", lambda shape: 10)
+    X, y = few_rows_a_class()
+    test_X, test_y = few_rows_a_class(seed=1)
+    longer = AugmentReduceClassifier(batch_size=50, random_state=0).fit(X, y)
+    as_set = AugmentReduceClassifier(**SHORT).fit(X, y)
+    assert as_set.n_iter_ == 160
+    assert longer.n_iter_ == longer.n_iter_planned_ == longer.history_["iteration"][-1] in (320, 480)
+    assert longer.log_likelihood(test_X, test_y) > as_set.log_likelihood(test_X, test_y)
+    easy = AugmentReduceClassifier(batch_size=50, random_state=0).fit(*text(1_500, strength=0.3))
+    assert easy.n_iter_ == 300
+
+
 @pytest.mark.parametrize("stop_at", [60, 120, 121, 200])
-def test_an_interrupted_fit_ends_as_an_undisturbed_one(stop_at, monkeypatch, tmp_path):
+@pytest.mark.parametrize("extended", [False, True])
+def test_an_interrupted_fit_ends_as_an_undisturbed_one(extended, stop_at, monkeypatch, tmp_path):
     """Before, at and after the review, through a file."""
     X, y = text()
+    SHORT = {"batch_size": 50, "random_state": 0} | ({} if extended else {"max_epochs": 10})
+    if extended:
+        monkeypatch.setattr(defaults, "default_epochs", lambda shape: 10)
+        monkeypatch.setattr(review, "EXTENSIONS", ((-1.0, 2),))
     whole = AugmentReduceClassifier(**SHORT).fit(X, y)
+    assert whole.n_iter_ == (600 if extended else 300)
     train = fitting.train
 
     def stopped(problem, state, schedule, evaluators, progress, run, watch, stop_asked):

@@ -58,6 +58,7 @@ class Review(Protocol):
 
     after: int  # iterations
     left_out: np.ndarray  # rows
+    may_extend: bool  # the plan of the fit
 
     def __call__(self, fitted: Fitted, settings: Settings) -> Settings: ...
 
@@ -253,9 +254,9 @@ def run(
             with threads(options["n_jobs"]):
                 settings = review(fitted, settings)
             watch.lap("search")
-            if stop_asked():  # the review was not completed: resuming repeats it
+            plan = fitted.run.plan
+            if plan is None or plan.review:  # the review was not completed: resuming repeats it
                 return
-            fitted.run.plan = plan._replace(review=0)
             settings = replace(settings, max_iter=plan.last - fitted.clock.iteration)
             move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
         run_here(fitted, settings, rows, options, persistent, stop_asked, watch, keeper)
@@ -297,6 +298,7 @@ def run_here(
             len(held_out),
             with_gap=persistent,
             review=0 if review is None else review.after,
+            may_extend=review is not None and review.may_extend,
         ),
         batch_size=settings.batch_size,
         seed=fitted.seed,

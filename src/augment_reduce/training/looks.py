@@ -49,12 +49,13 @@ OTHER_LOOK, OTHER_LOOKED_AT_PAIR = 1.5e-2, 2e-4  # by adaptive quadrature
 
 def plan_of(
     fitted: Fitted, problem: Problem, settings: Settings, n_iter: int, n_held_out: int, *, with_gap: bool,
-    review: int = 0,
+    review: int = 0, may_extend: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of a fit of `n_iter` more iterations; that of the fit before, up to another end, if it was cut short."""
     last = fitted.clock.iteration + n_iter
     if fitted.run.plan is not None:
-        return fitted.run.plan._replace(last=last)
+        plan = fitted.run.plan
+        return plan if plan.last == last else plan._replace(last=last, may_extend=0)
     per_epoch, every = -(-len(problem.active) // settings.batch_size), max(1, n_iter // MOST_LOOKS)
     n_looks, gap_rows = looks_at_gap(problem, settings, n_iter) if with_gap else (0, 0)
     return Plan(
@@ -65,6 +66,7 @@ def plan_of(
         gap_every=every * -(-n_iter // (every * n_looks)) if n_looks else 0,
         gap_rows=gap_rows,
         review=review,
+        may_extend=int(may_extend),
     )
 
 

@@ -39,7 +39,8 @@ class Plan(NamedTuple):
     validate_every: int  # between looks at the validation rows; 0: none
     gap_every: int  # between looks at the bound's gap; 0: none
     gap_rows: int  # that are looked at
-    review: int = 0  # the iteration after which the prior is reviewed (`training.review`); 0: none is to come
+    review: int = 0  # the iteration after which the fit is reviewed (`training.review`); 0: none is to come
+    may_extend: int = 0  # whether the review may plan more iterations
 
     @property
     def stage_end(self) -> int:

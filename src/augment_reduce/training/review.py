@@ -1,10 +1,13 @@
-"""Review the prior variance in the middle of a short fit.
+"""Review the prior variance and the number of steps in the middle of a short fit.
 
 The search before a fit (`prior_search`) judges variances after one or two epochs, when the weights are still small: a
 prior hardly acts on them, and one that is too strong goes unnoticed. So a fit of few epochs leaves the rows that judged
 the search out until AFTER of its steps. Then two branches, with a falling rate, compare the variance with four times
 it, or with a fourth of it if the scores are too large; the fit continues with the better one, on all rows. Only
 MOST_LEFT_OUT of the rows are left out that long.
+
+The loss of the rows left out also says how far the fit is from its end. If it fell by a large share since the search,
+as with separable classes of few rows, two or three times as many steps are planned, unless their number was set.
 
 Fits of many epochs are not reviewed: their searches are longer, and the rows left out would be missed.
 """
@@ -26,6 +29,8 @@ MOST_EPOCHS = 15  # of a fit that is reviewed
 MOST_LEFT_OUT = 1_000  # rows
 STEP = 2  # factors of two to the other variance
 WORTH_SHARE, EVIDENCE = 1e-4, 1.5  # share of the loss and standard errors that it has to gain
+FEWEST_NATS = 0.05  # by which it has to fall
+EXTENSIONS = ((0.25, 3), (0.15, 2))  # (share of the loss by which it fell since the search, times the steps)
 
 
 def review_of(
@@ -56,6 +61,7 @@ class Review:
         self.left_out: np.ndarray = self.branches.left_out
         self.start, self.last = fitted.clock.iteration, settings.max_iter
         self.after = int(AFTER * settings.max_iter)
+        self.may_extend = options["max_iter"] is None and options["max_epochs"] is None
 
     def pays(self) -> bool:
         """Whether the fit is short, and the search of it was one by training."""
@@ -64,11 +70,13 @@ class Review:
         return not branches.why_not and self.start < self.after and self.last <= MOST_EPOCHS * per_epoch
 
     def __call__(self, fitted: Fitted, settings: Settings) -> Settings:
-        """The settings with the better variance, which `fitted.found` notes. Without memory for branches: as before."""
+        """The settings with the better variance, which `fitted.found` notes, and the plan of the rest. Without memory
+        for branches both remain."""
         branches, found, plan = self.branches, fitted.found, fitted.run.plan
         assert found is not None
         assert plan is not None
         if branches.lacks_memory(fitted):
+            fitted.run.plan = plan._replace(review=0)
             return settings
         branches.per_branch = branches.branch_steps(plan.last)
         branches.settings, branches.noise_scale = settings, found.noise_scale
@@ -79,9 +87,15 @@ class Review:
             return settings
         changes = branches.is_better(other.losses, now.losses, share=WORTH_SHARE, errors=EVIDENCE)
         variance, judged = (branches.variance(step), other) if changes else (found.variance, now)
-        words = f"reviewed after {fitted.clock.iteration:,}"
-        fitted.found = replace(
-            found, variance=variance, factor=temperature_factor(judged), loss=float(judged.losses.mean()),
-            why=f"{found.why}, {words}",
-        )  # fmt: skip
+        loss = float(now.losses.mean())
+        times = extension(found.loss, loss) if plan.may_extend else 1
+        fitted.run.plan = plan._replace(review=0, last=times * plan.last)
+        why = f"{found.why}, {loss:.4f} after {fitted.clock.iteration + branches.per_branch:,}"
+        fitted.found = replace(found, variance=variance, factor=temperature_factor(judged), loss=loss, why=why)
         return replace(settings, prior_variance=variance)
+
+
+def extension(before: float, now: float) -> int:
+    """How many times the planned steps to take, from the losses of the search and of the review."""
+    fell = before - now if before - now > FEWEST_NATS else 0.0
+    return next((times for share, times in EXTENSIONS if fell > share * before), 1)
