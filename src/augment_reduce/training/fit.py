@@ -23,7 +23,7 @@ from ..config.features import FeatureScaling
 from ..kernels import device as device_kernels
 from ..kernels.cpu.row_groups import NONE, RowGroups, split_groups
 from ..kernels.protocol import Parameters
-from ..kernels.rows import MappedRows, Rows
+from ..kernels.rows import Rows
 from ..kernels.threads import default_threads, num_threads, one_torch_thread
 from ..local.remembered import Clock, LocalState
 from ..model.scores import kernels_for
@@ -229,7 +229,7 @@ def run(
     stop_asked: Callable[[], bool] = lambda: False, watch: Stopwatch | None = None, keeper: Keeper | None = None,
 ) -> None:  # fmt: skip
     """`run_here`, with the weights on the device that was asked for; back on the CPU whatever happens."""
-    on_cpu = isinstance(rows.X, MappedRows) or fitted.partition is not None
+    on_cpu = rows.X.mapped or fitted.partition is not None
     move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
     try:
         run_here(fitted, settings, rows, options, persistent, stop_asked, watch or Stopwatch(), keeper)
