@@ -314,8 +314,8 @@ class MappedDenseRows(DenseRows):
             return ((values.astype(np.float64) - self.centre) / self.scale).astype(self.dtype)
 
     def parts(self, rows: np.ndarray) -> Iterator[slice]:
-        """Slices of `rows`, each of rows that may be read together."""
-        step = max(1, NUMBERS_AT_ONCE // max(1, self.n_features))
+        """Slices of `rows`, each of rows that may be read together: scaled, they take three copies for a moment."""
+        step = max(1, NUMBERS_AT_ONCE // (4 * max(1, self.n_features)))
         return (slice(first, min(first + step, len(rows))) for first in range(0, len(rows), step))
 
     def _blocks(self) -> Iterator[np.ndarray]:
