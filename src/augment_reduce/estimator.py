@@ -194,13 +194,15 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
     ) -> AugmentReduceClassifier:  # fmt: skip
         """Fit to rows X (dense or sparse) and their labels y (numbers or text).
 
-        A CSR matrix of memory-mapped arrays is never copied: memory does not grow with the rows but for a few numbers
-        each. `fit(rows)`, without y, takes what has rows and labels: `open_mapped(folder)`, `load_dataset(name).train`.
+        Memory-mapped arrays, CSR or dense (float32 or float64, C-ordered), are never copied: memory does not grow with
+        the rows but for a few numbers each. `fit(rows)`, without y, takes what has rows and labels:
+        `open_mapped(folder)`, `load_dataset(name).train`.
 
         `checkpoint` names a folder for the training state, written every `every` iterations (None: every ten minutes),
         the last two kept. The same call, with the same rows and parameters, goes on from there bit for bit, whatever
         ended the fit; once it has ended it returns the fitted model. Small fits without steps, of a second or two, are
-        written at their end only, and a fit that was ended while it chose its prior chooses again.
+        written at their end only, and a fit that was ended while it chose its prior chooses again. Over ranks all of
+        them see the folder, and each writes its own classes; another number of ranks goes on to rounding.
         """
         with contextlib.ExitStack() as stack, self._unchanged_if_refused():
             ranks = self._ranks()

@@ -150,6 +150,8 @@ def test_a_stopped_fit_goes_on_wherever_it_is_started_again(tmp_path):
     assert json.loads((one / "manifest.json").read_text())["tensors"]["late.rows"][0] == "torch.int64"
     sizes = [path.stat().st_size for path in one.glob("shard-*")]
     assert len(sizes) == 2
+    one = AugmentReduceClassifier.load(place / "newton" / "step-000000000040")  # a model, like the file of one process
+    np.testing.assert_allclose(one.predict_proba(rows()[0][:9]), expected["newton"]["probability"], atol=1e-12)
     for name in SAME_ON_OTHERS:
         shutil.copytree(place / f"{name}, stopped", place / "alone" / f"{name}, stopped")
     found = run_on_ranks(go_on, 3, tmp_path, place, limit=300)

@@ -164,7 +164,7 @@ def bytes_of_answers(group, shapes):
     """For each shape, model and answer, the bytes that this rank sends for a row; and the answers."""
     found = []
     for n_features, n_classes, model in shapes:
-        X, y = rows(2000, n_features, n_classes)
+        X, y = rows(1000, n_features, n_classes)
         clf = quiet(classifier(group, model=model, max_iter=30, class_sampling="head-tail-shared").fit, X, y)
         answers, sent = sent_by(clf, X, y)
         log_p = clf.predict_log_proba(X)
@@ -182,7 +182,7 @@ def test_predictions_send_a_few_numbers_a_row(tmp_path):
     Probit: twice 16 numbers for every two units of the range of scores; less than the scores of all classes."""
     shapes = [(10, 60, "softmax"), (10, 900, "softmax"), (10, 900, "probit")]
     small, large, probit = zip(*run_on_ranks(bytes_of_answers, 2, tmp_path, shapes, limit=200), strict=True)
-    few = 100 / 2000  # of whole calls and blocks: whether rows agree, whether scores are finite
+    few = 100 / 1000  # of whole calls and blocks: whether rows agree, whether scores are finite
     for of_shape in (small, large):
         for sent, _, _ in of_shape:
             assert 16 <= sent["class"] <= 16 + few

@@ -12,7 +12,7 @@ from ..config import mapped
 from ..config.defaults import Settings, is_small, resolve, resolve_dtype, solves_directly
 from ..config.shape import Shape
 from ..config.validation import check_memory, check_over_ranks, check_scale, check_weights, ranks_of, state_bytes
-from ..kernels.rows import MappedRows, Rows
+from ..kernels.rows import MappedDenseRows, MappedRows, Rows
 from ..kernels.threads import one_torch_thread
 from ..model.noise import Gumbel, Noise
 from ..persistence.checkpoints import Checkpoints
@@ -79,7 +79,7 @@ class Fitting(Coefficients):
         options = self.get_params(deep=False)
         n_here = len(self.classes_) if partition is None else len(partition.shard)
         plain = Shape(len(rows.active()), rows.X.n_features, len(self.classes_), rows.X.n_nonzero, stream)
-        if isinstance(rows.X, MappedRows):
+        if isinstance(rows.X, MappedRows | MappedDenseRows):
             mapped.check_device(self.device)
             if solves_directly(options, noise, plain) or is_small(Gumbel(), plain):
                 rows = dataclasses.replace(rows, X=rows.X.in_memory())

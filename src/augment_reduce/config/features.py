@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.rows import DenseRows, MappedRows, Rows, SparseRows
+from ..kernels.rows import DenseRows, MappedDenseRows, MappedRows, Rows, SparseRows
 
 ROWS_AT_ONCE = 1 << 20  # numbers in a block of dense rows
 ROWS_FOR_MEDIANS = 10_000
@@ -42,7 +42,7 @@ class FeatureScaling:
         if weight is not None:
             of_row = weight[rows] / weight[rows].max()
         else:
-            of_row = np.broadcast_to(1.0, len(rows)) if isinstance(X, MappedRows) else np.ones(len(rows))
+            of_row = np.broadcast_to(1.0, len(rows)) if X.mapped else np.ones(len(rows))
         peak, total = X.largest() or 1.0, of_row.sum()
         if isinstance(X, SparseRows):
             squares, active = _moments_of_sparse(X, rows, of_row, peak)
@@ -82,6 +82,8 @@ class FeatureScaling:
             return X
         if isinstance(X, MappedRows):  # divided whenever they are loaded
             return replace(X, scale=self.scale)
+        if isinstance(X, MappedDenseRows):
+            return replace(X, centre=self.centre, scale=self.scale)
         if isinstance(X, SparseRows):
             return SparseRows(X.indptr, X.indices, self.of_entries(X.indices, X.values, dtype), X.n_features)
         out = np.empty(X.values.shape, dtype)

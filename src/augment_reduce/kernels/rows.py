@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -29,6 +30,8 @@ class SparseRows:
     indices: np.ndarray
     values: np.ndarray
     n_features: int
+
+    mapped: ClassVar[bool] = False  # whether rows stay on disk
 
     @property
     def n_rows(self) -> int:
@@ -104,6 +107,7 @@ class MappedRows(SparseRows):
     feature's `scale`, and if rows are not `canonical` (features in ascending order, each once) repeats are summed.
     """
 
+    mapped: ClassVar[bool] = True
     scale: np.ndarray | None = None
     canonical: bool = True
     peak: float = field(default=0.0, compare=False)  # the largest absolute value in the file
@@ -224,11 +228,15 @@ def is_mapped(X: Any) -> bool:
     """Whether the entries of a CSR matrix are in a memory-mapped file."""
     if not (sp.issparse(X) and X.format == "csr"):
         return False
-    found = X.data
-    while found is not None:
-        if isinstance(found, np.memmap):
+    return in_file(X.data)
+
+
+def in_file(array: Any) -> bool:
+    """Whether an array is a memory map, or a view of one."""
+    while array is not None:
+        if isinstance(array, np.memmap):
             return True
-        found = getattr(found, "base", None)
+        array = getattr(array, "base", None)
     return False
 
 
@@ -237,6 +245,8 @@ class DenseRows:
     """A plain (N, D) array, one row an observation."""
 
     values: np.ndarray
+
+    mapped: ClassVar[bool] = False
 
     @property
     def n_rows(self) -> int:
@@ -257,8 +267,12 @@ class DenseRows:
     def largest(self) -> float:
         return float(max(self.values.max(initial=0.0), -self.values.min(initial=0.0)))
 
+    def block(self, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows."""
+        return self.values[rows]
+
     def dense(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(self.values[rows], dtype=dtype)
+        return torch.tensor(self.block(rows), dtype=dtype)
 
     def agreement(self, rows: np.ndarray, weight: np.ndarray | None = None) -> float:
         rows = some_of(rows)
@@ -267,7 +281,7 @@ class DenseRows:
         step = max(1, NUMBERS_AT_ONCE // max(1, self.n_features))
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            x, share = self.values[rows[part]].astype(np.float64), of_row[part]
+            x, share = self.block(rows[part]).astype(np.float64), of_row[part]
             sign, total = (so_far + np.einsum("n,nd->d", share, f) for so_far, f in ((sign, np.sign(x)), (total, x)))
             own += dot(share, np.abs(x).sum(1))
         return of_pairs(dot(sign, total), own, n)
@@ -279,6 +293,51 @@ class DenseRows:
         for start in range(0, len(rows), BLOCK_OF_ROWS):  # a few at a time: they are copied
             counts += np.count_nonzero(self.values[rows[start : start + BLOCK_OF_ROWS]], axis=0)
         return counts
+
+
+@dataclass(frozen=True)
+class MappedDenseRows(DenseRows):
+    """Dense rows that stay where they are, in a memory-mapped file, and are read a minibatch or a part at a time.
+
+    What scaling does to rows in memory beforehand is done to these whenever they are read: (x - centre) / scale.
+    """
+
+    mapped: ClassVar[bool] = True
+    centre: np.ndarray | None = None
+    scale: np.ndarray | None = None
+
+    def block(self, rows: np.ndarray) -> np.ndarray:
+        values = np.asarray(self.values[rows])
+        if self.scale is None or self.centre is None:
+            return values
+        with np.errstate(over="ignore", invalid="ignore"):  # differences in float64, as `FeatureScaling.of_block`
+            return ((values.astype(np.float64) - self.centre) / self.scale).astype(self.dtype)
+
+    def parts(self, rows: np.ndarray) -> Iterator[slice]:
+        """Slices of `rows`, each of rows that may be read together: scaled, they take three copies for a moment."""
+        step = max(1, NUMBERS_AT_ONCE // (4 * max(1, self.n_features)))
+        return (slice(first, min(first + step, len(rows))) for first in range(0, len(rows), step))
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        for part in self.parts(np.arange(self.n_rows)):
+            yield self.block(np.arange(part.start, part.stop))
+
+    @cached_property
+    def n_nonzero(self) -> int:
+        return sum(int(np.count_nonzero(block)) for block in self._blocks())
+
+    def largest(self) -> float:
+        return max((DenseRows(block).largest() for block in self._blocks()), default=0.0)
+
+    def feature_counts(self, rows: np.ndarray | None = None) -> np.ndarray:
+        rows, counts = np.arange(self.n_rows) if rows is None else rows, np.zeros(self.n_features, dtype=np.int64)
+        for part in self.parts(rows):
+            counts += np.count_nonzero(self.block(rows[part]), axis=0)
+        return counts
+
+    def in_memory(self) -> DenseRows:
+        """All rows at once: for small data alone."""
+        return DenseRows(self.block(np.arange(self.n_rows)))
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -316,6 +375,8 @@ def as_rows(X: Any) -> Rows:
         if is_mapped(csr):
             return MappedRows.of(csr)
         return SparseRows(csr.indptr, csr.indices, csr.data, csr.shape[1])
+    if in_file(X) and X.ndim == 2 and X.flags.c_contiguous:
+        return MappedDenseRows(X)
     return DenseRows(X)
 
 

@@ -191,7 +191,7 @@ def products(X: Any, rows: np.ndarray, slope: Tensor) -> Tensor:
     """slope . x of these rows, (Q, B)."""
     X = getattr(X, "source", X)  # rows on a device have a twin here
     if isinstance(X, DenseRows):
-        return slope @ torch.from_numpy(np.ascontiguousarray(X.values[rows])).to(slope.dtype).T
+        return slope @ torch.from_numpy(np.ascontiguousarray(X.block(rows))).to(slope.dtype).T
     feature, value, length = entries(X, rows)
     row = np.repeat(np.arange(len(rows)), length)
     found = [np.bincount(row, weights=s[feature] * value, minlength=len(rows)) for s in slope.numpy()]
@@ -202,7 +202,7 @@ def add_rows(X: Any, rows: np.ndarray, by: Tensor, slope: Tensor) -> None:
     """slope += sum_b by_b x_b / sum_b |x_b|^2, for each of the Q parts; in O(non-zeros)."""
     X = getattr(X, "source", X)
     if isinstance(X, DenseRows):
-        x = torch.from_numpy(np.ascontiguousarray(X.values[rows])).to(slope.dtype)
+        x = torch.from_numpy(np.ascontiguousarray(X.block(rows))).to(slope.dtype)
         slope += by @ x / x.square().sum().clamp_min(1e-12)
         return
     feature, value, length = entries(X, rows)

@@ -218,6 +218,19 @@ def read(ranks: Ranks, path: Path, places: Mapping[str, Tensor]) -> None:
         )  # fmt: skip
 
 
+def read_alone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(manifest, tensors of all classes), in one process."""
+    ranks = Ranks(None)
+    manifest, problem = read_manifest(path)
+    problem = problem or damage(ranks, path, manifest)
+    if problem:
+        raise ModelFileError(problem)
+    kinds = manifest["tensors"].items()
+    places = {name: place_for(None, dtype_of(kind), tuple(shape)) for name, (kind, shape) in kinds}
+    read(ranks, path, places)
+    return manifest, places
+
+
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):

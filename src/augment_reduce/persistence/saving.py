@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from ..support.atomic import target_of
 from ..training.cross_validation import Found
 from ..training.fit import TORN, Fitted
 from ..training.loop import HISTORY, Plan, Window
+from . import rank_files
 from .encoding import EncodingError, decode, encode
 from .files import ModelFileError, load_model, pack_names, save_model, unpack_names
 from .model_checks import BEST, LATER, check_contents, check_description
@@ -178,7 +180,7 @@ def load(cls: type[Loaded], path: str | os.PathLike[str], objects: dict[str, Any
     for name in objects:
         if name not in names:
             raise TypeError(f"{name!r} is no parameter of {cls.__name__}; expected some of {', '.join(names)}.")
-    description, tensors = load_model(path)
+    description, tensors = load_model(path) if not os.path.isdir(path) else _of_folder(Path(path))
     parameters = _checked(cls, path, objects, description, tensors)
     estimator = cls(**parameters | objects)
     estimator.classes_ = unpack_names("classes", tensors, description["classes_dtype"])
@@ -188,6 +190,14 @@ def load(cls: type[Loaded], path: str | os.PathLike[str], objects: dict[str, Any
     estimator._fitted = _fitted(LATER | description, tensors)
     estimator._publish()
     return estimator.sparsify() if description["sparse"] else estimator
+
+
+def _of_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Description and arrays of a checkpoint that ranks wrote."""
+    manifest, tensors = rank_files.read_alone(path)
+    if not isinstance(manifest.get("description"), dict):
+        raise ModelFileError(f"{path} is no checkpoint of a fit: its manifest has no description of a model.")
+    return manifest["description"], {name: x for name, x in tensors.items() if not name.startswith("late.")}
 
 
 def load_fitted(estimator: Estimator, path: str | os.PathLike[str]) -> Fitted:

@@ -4,14 +4,23 @@ A rank that raises while others wait for it would leave them waiting until a tim
 rank alone (its rows, its files) is told to all before the first collective of a step (`raise_together`): all ranks
 raise, or none.
 A rank that dies or hangs is named by the others as soon as their collective fails.
+
+A thread of the backend that frees a tensor of ours needs the interpreter's lock, and aborts the process ("terminate
+called without an active exception") where that is ending. So tensors of the last collectives are kept, and before
+the interpreter ends `_leave_nothing_under_way` waits for those under way and until the backend has let go of all.
 """
 
 from __future__ import annotations
 
+import atexit
+import collections
 import contextlib
 import json
+import os
 import time
+import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +32,10 @@ reduce_scatter = (
 )  # its name before torch 2.13
 REPORT_SECONDS = 2.0  # how long ranks whose collective failed wait for each other's word
 REPORT_SECONDS_OF_TWO = 0.3  # of two ranks: nobody is told by a third, and launchers soon end those that are left
+
+
+KEPT, KEPT_BYTES = 4, 1 << 20  # collectives whose tensors are kept, and their size at most
+LAST_WAIT, LAST_RELEASE = 5.0, 0.5  # seconds, at most, for sums under way at the end, and until tensors are let go
 
 
 class RankError(RuntimeError):
@@ -85,6 +98,7 @@ class Ranks:
             self._count(values, 2 * (self.size - 1) / self.size)
             with self._named(what):
                 dist.all_reduce(values, group=self.group)
+            _keep(values)
         return values
 
     def start_sum(self, values: Tensor, what: str = "a sum") -> PendingSum:
@@ -93,13 +107,16 @@ class Ranks:
             return PendingSum(self, values, None, what)
         self._count(values, 2 * (self.size - 1) / self.size)
         with self._named(what):
-            return PendingSum(self, values, dist.all_reduce(values, group=self.group, async_op=True), what)
+            pending = PendingSum(self, values, dist.all_reduce(values, group=self.group, async_op=True), what)
+        _under_way.add(pending)
+        return pending
 
     def max_(self, values: Tensor, what: str = "a maximum") -> Tensor:
         if self.size > 1:
             self._count(values, 2 * (self.size - 1) / self.size)
             with self._named(what):
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+            _keep(values)
         return values
 
     def gather(self, values: Tensor, what: str = "rows") -> Tensor:
@@ -107,9 +124,10 @@ class Ranks:
         if self.size == 1:
             return values[None]
         self._count(values, self.size - 1)
-        out = [torch.empty_like(values) for _ in range(self.size)]
+        out, values = [torch.empty_like(values) for _ in range(self.size)], values.contiguous()
         with self._named(what):
-            dist.all_gather(out, values.contiguous(), group=self.group)
+            dist.all_gather(out, values, group=self.group)
+        _keep(values, *out)
         return torch.stack(out)
 
     def gather_rows(self, values: Tensor, sizes: list[int], what: str = "rows") -> Tensor:
@@ -126,9 +144,10 @@ class Ranks:
         width = max(sizes)
         parts = torch.stack([_padded(part, width) for part in values.split(sizes)])
         self._count(parts, (self.size - 1) / self.size)
-        out = torch.empty_like(parts[0])
+        out, parts = torch.empty_like(parts[0]), parts.flatten(0, 1).contiguous()
         with self._named(what):
-            reduce_scatter(out, parts.flatten(0, 1).contiguous(), group=self.group)
+            reduce_scatter(out, parts, group=self.group)
+        _keep(out, parts)
         return out[: sizes[self.rank]]
 
     def swap(self, values: Tensor, given: list[int], taken: list[int], what: str = "rows") -> Tensor:
@@ -140,9 +159,10 @@ class Ranks:
         self.payload += others * row_bytes
         self.bytes_sent += others * row_bytes
         self.rounds += 1
-        out = values.new_empty(sum(taken), *values.shape[1:])
+        out, values = values.new_empty(sum(taken), *values.shape[1:]), values.contiguous()
         with self._named(what):
-            dist.all_to_all_single(out, values.contiguous(), taken, given, group=self.group)
+            dist.all_to_all_single(out, values, taken, given, group=self.group)
+        _keep(out, values)
         return out
 
     def gather_text(self, text: str, what: str = "a message") -> list[str]:
@@ -251,7 +271,48 @@ class PendingSum:
             with self.ranks._named(self.what):
                 self.work.wait()
             self.work = None
+            _under_way.discard(self)
+            _keep(self.values)
         return self.values
+
+
+_under_way: weakref.WeakSet[PendingSum] = weakref.WeakSet()
+_tensors_of_last: collections.deque[list[Tensor]] = collections.deque(maxlen=KEPT)
+
+
+def _keep(*tensors: Tensor) -> None:
+    """Tensors of a collective; large ones are let go, since their memory may be needed."""
+    _tensors_of_last.append(list(tensors) if sum(x.nbytes for x in tensors) <= KEPT_BYTES else [])
+
+
+@atexit.register
+def _leave_nothing_under_way() -> None:
+    for pending in list(_under_way):
+        with contextlib.suppress(RuntimeError):  # of a rank that has died
+            assert pending.work is not None
+            pending.work.wait(timedelta(seconds=LAST_WAIT))
+        pending.work = None
+        _under_way.discard(pending)
+        _keep(pending.values)
+    if _tensors_of_last:
+        time.sleep(0.01)  # for large ones
+    end = time.monotonic() + LAST_RELEASE
+    while any(_owners(x) > 1 for tensors in _tensors_of_last for x in tensors) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _owners(x: Tensor) -> int:
+    return x._use_count() if hasattr(x, "_use_count") else 1
+
+
+def _forget() -> None:
+    """In a forked process, which has no threads of the backend."""
+    _under_way.clear()
+    _tensors_of_last.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _padded(values: Tensor, n_rows: int) -> Tensor:

@@ -23,7 +23,7 @@ from ..config.features import FeatureScaling
 from ..kernels import device as device_kernels
 from ..kernels.cpu.row_groups import NONE, RowGroups, split_groups
 from ..kernels.protocol import Parameters
-from ..kernels.rows import MappedRows, Rows
+from ..kernels.rows import Rows
 from ..kernels.threads import default_threads, num_threads, one_torch_thread
 from ..local.remembered import Clock, LocalState
 from ..model.scores import kernels_for
@@ -239,29 +239,35 @@ def run(
     stop_asked: Callable[[], bool] = lambda: False, watch: Stopwatch | None = None, keeper: Keeper | None = None,
     review: Review | None = None,
 ) -> None:  # fmt: skip
-    """`run_here`, in two stages if the prior is to be reviewed, with the weights on the device that was asked for; back
-    on the CPU whatever happens."""
-    on_cpu = isinstance(rows.X, MappedRows) or fitted.partition is not None
-    watch = watch or Stopwatch()
-    move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
+    """`run_here`, in stages if the fit is to be reviewed, with the weights on the device that was asked for; back on
+    the CPU whatever happens."""
+    on_cpu = rows.X.mapped or fitted.partition is not None
+    device, watch = torch.device("cpu") if on_cpu else training_device(options["device"]), watch or Stopwatch()
     try:
-        if review is not None:
+        while review is not None:
+            move(fitted.parameters, device)
             run_here(fitted, settings, rows, options, persistent, stop_asked, watch, keeper, review)
-            plan = fitted.run.plan
-            if plan is None or fitted.clock.iteration < plan.stage_end or stop_asked():
+            if not at_review(fitted) or stop_asked():
                 return
             move(fitted.parameters, torch.device("cpu"))
             with threads(options["n_jobs"]):
                 settings = review(fitted, settings)
             watch.lap("search")
-            plan = fitted.run.plan
-            if plan is None or plan.review:  # the review was not completed: resuming repeats it
+            if at_review(fitted):  # it was not completed: resuming repeats it
                 return
-            settings = replace(settings, max_iter=plan.last - fitted.clock.iteration)
-            move(fitted.parameters, torch.device("cpu") if on_cpu else training_device(options["device"]))
+            assert fitted.run.plan is not None
+            settings = replace(settings, max_iter=fitted.run.plan.last - fitted.clock.iteration)
+            review = review if fitted.run.plan.review else None
+        move(fitted.parameters, device)
         run_here(fitted, settings, rows, options, persistent, stop_asked, watch, keeper)
     finally:
         move(fitted.parameters, torch.device("cpu"))
+
+
+def at_review(fitted: Fitted) -> bool:
+    """Whether the steps before a review have been taken."""
+    plan = fitted.run.plan
+    return plan is not None and 0 < plan.review < plan.last and fitted.clock.iteration >= plan.review
 
 
 def run_here(

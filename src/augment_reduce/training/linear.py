@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config.features import FeatureScaling
-from ..kernels.rows import DenseRows, MappedRows, SparseRows, as_rows
+from ..kernels.rows import DenseRows, MappedDenseRows, MappedRows, SparseRows, as_rows
 from ..model import predict
 from ..model.columns_over_ranks import ColumnsOverRanks
 from ..model.scores import kernels_for
@@ -64,7 +64,7 @@ class LinearScores:
         return psi if self.partition is None else self.partition.whole_columns(psi)
 
     def here(self, start: int, stop: int) -> Tensor:
-        if isinstance(self.rows, MappedRows):  # as many as may be in memory together
+        if isinstance(self.rows, MappedRows | MappedDenseRows):  # as many as may be in memory together
             parts = self.rows.parts(np.arange(start, stop))
             psi = torch.cat([self._product(start + part.start, start + part.stop) for part in parts])
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..kernels.cpu.order import deal, shuffle
-from ..kernels.rows import MappedRows, Rows
+from ..kernels.rows import DenseRows, Rows
 from ..support.seeds import mix
 
 BLOCK_BYTES = 1 << 20  # of rows that follow one another in the file
@@ -111,7 +111,7 @@ def orders_of(
     X: Rows, seed: int, rows: np.ndarray, batch_size: int, row_group: np.ndarray | None
 ) -> Orders | BlockOrders:  # fmt: skip
     """The orders of these rows of X: by blocks if they are memory-mapped and take more than a buffer."""
-    if isinstance(X, MappedRows):
+    if X.mapped:
         block = rows_of_block(X)
         blocks = max(BUFFER_BLOCKS, -(-BUFFER_BATCHES * batch_size // block))
         if len(rows) > block * blocks:
@@ -119,7 +119,10 @@ def orders_of(
     return Orders(seed, rows, batch_size, row_group)
 
 
-def rows_of_block(X: MappedRows) -> int:
+def rows_of_block(X: Rows) -> int:
     """How many rows are BLOCK_BYTES of the file, on average."""
-    n_bytes = X.n_nonzero * (X.values.itemsize + X.indices.itemsize)
+    if isinstance(X, DenseRows):
+        n_bytes = X.n_rows * X.n_features * X.values.itemsize
+    else:
+        n_bytes = X.n_nonzero * (X.values.itemsize + X.indices.itemsize)
     return max(1, BLOCK_BYTES * X.n_rows // max(1, n_bytes))

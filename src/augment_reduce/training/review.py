@@ -7,7 +7,8 @@ it, or with a fourth of it if the scores are too large; the fit continues with t
 MOST_LEFT_OUT of the rows are left out that long.
 
 The loss of the rows left out also says how far the fit is from its end. If it fell by a large share since the search,
-as with separable classes of few rows, two or three times as many steps are planned, unless their number was set.
+as with separable classes of few rows, two or three times as many steps are planned, unless their number was set, and
+the fit is reviewed a second time.
 
 Fits of many epochs are not reviewed: their searches are longer, and the rows left out would be missed.
 """
@@ -89,7 +90,8 @@ class Review:
         variance, judged = (branches.variance(step), other) if changes else (found.variance, now)
         loss = float(now.losses.mean())
         times = extension(found.loss, loss) if plan.may_extend else 1
-        fitted.run.plan = plan._replace(review=0, last=times * plan.last)
+        again = int(AFTER * times * plan.last) if times > 1 else 0
+        fitted.run.plan = plan._replace(last=times * plan.last, review=again, may_extend=0)
         why = f"{found.why}, {loss:.4f} after {fitted.clock.iteration + branches.per_branch:,}"
         fitted.found = replace(found, variance=variance, factor=temperature_factor(judged), loss=loss, why=why)
         return replace(settings, prior_variance=variance)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..constants import PRIOR_NONE, PRIOR_UNBIASED
 from ..protocol import Parameters, Prior, RowOptimizer
-from ..rows import DenseRows, Rows, SparseRows
+from ..rows import DenseRows, MappedDenseRows, Rows, SparseRows
 from . import classes as classes_kernels
 from . import paper_steps, products
 from . import push as push_kernels
@@ -82,9 +82,14 @@ def few_weights(X: Rows, weight: Tensor | Array) -> bool:
     return isinstance(X, DenseRows) and 0 < math.prod(weight.shape) <= FEW_WEIGHTS and len(weight) <= FEW_CLASSES
 
 
-def _read_in_place(X: Rows, rows: Array, weight: Array) -> Array | None:
-    """Dense rows where they lie, for `few_weights`."""
-    return in_place(X, rows, weight.dtype) if few_weights(X, weight) and len(rows) > 0 else None
+def _read_in_place(X: Rows, rows: Array, weight: Array) -> tuple[Array, Array] | None:
+    """Dense rows where they lie, and their places there, for `few_weights`; a copy of those that stay on disk."""
+    if not few_weights(X, weight) or not len(rows):
+        return None
+    if isinstance(X, MappedDenseRows) and X.dtype == weight.dtype:
+        return X.block(rows), np.arange(len(rows))
+    x = in_place(X, rows, weight.dtype)
+    return None if x is None else (x, rows)
 
 
 def pair_scores(
@@ -95,8 +100,9 @@ def pair_scores(
     check_rows_fit(X, rows, w, beta)
     check_pairs_fit(pairs, rows, own_rows)
     out = np.empty(pairs.shape, w.dtype)
-    x = _read_in_place(X, rows, w)
-    if x is not None:
+    read = _read_in_place(X, rows, w)
+    if read is not None:
+        x, rows = read
         check_classes(pairs, len(w))
         scores_kernels.score_rows(pairs, x, rows if own_rows is None else rows[own_rows], w, beta, out)
         return torch.from_numpy(out)
@@ -333,8 +339,9 @@ def push_pairs(
     g, c = _values(grad, parameters.weight.dtype).reshape(-1), WORK.array("none", 0, dtype)
     if share is not None and in_shares(prior):
         c = _values(share, parameters.weight.dtype).reshape(-1)
-    x = _read_in_place(X, rows, arrays.weight)
-    if x is not None:
+    read = _read_in_place(X, rows, arrays.weight)
+    if read is not None:
+        x, rows = read
         _push_rows(pairs, x, True, rows, g, c, arrays, rule, kernels)
         return
     batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None

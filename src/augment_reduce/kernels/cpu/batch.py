@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from ..cache import cached_njit
-from ..rows import DenseRows, MappedRows, Rows, SparseRows, check_indptr
+from ..rows import DenseRows, MappedDenseRows, MappedRows, Rows, SparseRows, check_indptr
 from .lanes import prefetch
 from .products import is_full
 from .types import OPTIONS, Array, Csr
@@ -255,6 +255,8 @@ def _numbered(ptr: Array, index: Array, value: Array, D: int) -> Csr:
 
 def in_place(X: Rows, rows: Array, dtype: np.dtype) -> Array | None:
     """All of X as the kernels can read it where it lies, for rows that are read once; None where they cannot."""
+    if isinstance(X, MappedDenseRows) and X.scale is not None:
+        return None
     if not isinstance(X, DenseRows) or X.values.dtype != dtype or not X.values.flags.c_contiguous:
         return None
     _check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
@@ -264,7 +266,9 @@ def in_place(X: Rows, rows: Array, dtype: np.dtype) -> Array | None:
 def _dense(X: DenseRows, rows: Array, dtype: np.dtype) -> Array:
     _check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
     x = WORK.array("dense", len(rows) * X.n_features, dtype).reshape(len(rows), X.n_features)
-    if X.values.dtype == dtype:
+    if isinstance(X, MappedDenseRows):
+        x[...] = X.block(rows)
+    elif X.values.dtype == dtype:
         np.take(np.asarray(X.values), rows, axis=0, out=x, mode="clip")
     else:
         x[...] = X.values[rows]
