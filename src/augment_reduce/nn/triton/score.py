@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: RET505 (Triton follows one branch of a constant condition; what comes after it is always compiled)
-"""Triton: what costs a matrix product. Scores with the bound's gradient by them, and the two products of the way back.
+"""Triton: the matrix products. Scores with the bound's gradient by them, and the two products of the backward pass.
 
-`Pull` (B, S) is the only large array; scores exist in registers alone. Accumulation is in float32 throughout. Where
-an output is too small to keep all multiprocessors busy, several programs share its sum, and whoever reads it adds up.
+`Pull` (B, S) is the only large array; scores are in registers only. Accumulation is in float32. If an output is too
+small to occupy all multiprocessors, several programs compute partial sums, which its readers add up (split-K).
 """
 
 import triton
@@ -11,13 +11,14 @@ import triton.language as tl
 
 from .noise import SOFTMAX, about_cdf, exp
 
-FAR = tl.constexpr(40.0)  # e^40 times as many classes as there are is still far from overflow
-HIGHEST = tl.constexpr(1e30)  # of a score; others are NaN, which makes `finish` leave their rows out
+FAR = tl.constexpr(40.0)  # e^40 times the number of classes is far from overflow
+HIGHEST = tl.constexpr(1e30)  # limit of a score; larger ones are NaN, and `finish` skips their rows
 
 
 @triton.jit
 def multiplied(a, b, total, PRECISION: tl.constexpr):
-    """total + a b. Triton's interpreter multiplies the bits of bfloat16 numbers; "widen" gives it float32 instead."""
+    """total + a b. Triton's interpreter multiplies the bits of bfloat16 numbers; "widen" converts to float32
+    instead."""
     if PRECISION == "widen":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -34,8 +35,8 @@ def scores(
     """psi = hidden rows^T + bias; pull = omega (phi / Phi)(v - psi), and each row's sums over this block of classes.
 
     `Sums` (3, blocks of S, B): sum of pull, of omega log Phi, of omega (phi / Phi)'. Softmax, `Sums` (2, blocks, B):
-    sum of pull / e^ref, and ref, by which `Pull` is smaller, too: 0, or the block's largest log pull where that is so
-    far above v that its exponential might overflow. `finish` brings the blocks of such a row to one scale.
+    sum of pull / e^ref, and ref; `Pull` is in units of e^ref, too. ref is 0, or the block's largest log pull if that is
+    so far above v that its exponential might overflow. `finish` converts the blocks of such a row to one ref.
     """
     block_b, block_s = tl.program_id(0), tl.program_id(1)
     b = block_b * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -54,12 +55,12 @@ def scores(
             h = tl.load(h_at + start, mask=in_b[:, None] & in_d, other=0.0)
             w = tl.load(w_at + start, mask=in_s[:, None] & in_d, other=0.0)
         psi = multiplied(h, tl.trans(w), psi, PRECISION)
-    # Before the bias, which may be -inf; and no minimum or maximum, which would make a number of NaN.
+    # Before the bias, which may be -inf; and no minimum or maximum, which would drop NaN.
     psi = tl.where(tl.abs(psi) < HIGHEST, psi, float("nan")) + tl.load(RowBias + s, mask=in_s, other=0.0)[None, :]
     label = tl.load(Label + b, mask=in_b, other=-1)
     own = tl.load(Classes + s, mask=in_s, other=-1).to(tl.int32)
     counts = in_s[None, :] & (label >= 0)[:, None] & (own[None, :] != label[:, None])
-    if IN_BATCH:  # weights that depend on the row, and labels that it may not see: nn/_columns.py
+    if IN_BATCH:  # weights that depend on the row, and masked labels: nn/_columns.py
         kind = tl.load(Kind + s, mask=in_s, other=2)
         row_group = tl.load(RowGroup + b, mask=in_b, other=-1)
         group = tl.load(Group + s, mask=in_s, other=-1)
@@ -105,7 +106,7 @@ def scores(
 
 @triton.jit
 def stretch(n, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """From where to where this program sums, if SPLITS programs share the sum over n: whole blocks each."""
+    """The range summed by this program, if SPLITS programs share the sum over n: whole blocks each."""
     size = tl.cdiv(tl.cdiv(n, BLOCK), SPLITS) * BLOCK
     first = tl.program_id(2) * size
     return first, tl.minimum(first + size, n)
@@ -119,14 +120,14 @@ def to_hidden(
     in_b, in_d = b < B, d < D
     g = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
     scale = tl.load(Scale + b, mask=in_b, other=0.0)
-    counts = scale != 0.0  # the other rows have no gradient, even where g is not finite
+    counts = scale != 0.0  # the other rows have no gradient, even if g is not finite
     at_label = tl.where(counts, g * tl.load(AtLabel + b, mask=in_b, other=0.0), 0.0)
     scale = tl.where(counts, g * scale, 0.0)
     at = b.to(tl.int64)[:, None] * D + d[None, :]
     inside = in_b[:, None] & in_d[None, :]
     own = tl.load(LabelRows + at, mask=inside, other=0.0).to(tl.float32)
     out = scale[:, None] * total - at_label[:, None] * own
-    out = tl.where(counts[:, None], out, 0.0)  # beside a class whose weights are not finite it is NaN
+    out = tl.where(counts[:, None], out, 0.0)  # NaN if a class has weights that are not finite
     tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
 
 
@@ -209,8 +210,8 @@ def grad_rows(
 ):  # fmt: skip
     """Out (SPLITS, S, D) = pull^T scaled, and OutBias (SPLITS, S) = pull^T scale, in sums over parts of B.
 
-    That is the gradient by the sampled rows, but for g. `ScaleColumns` (B, 16) holds the scales in its first column,
-    zeros beside them: as one more small product they cost next to nothing, as a sum over registers more than the rest.
+    That is the gradient by the sampled rows, without the factor g. `ScaleColumns` (B, 16) has the scales in column 0
+    and zeros elsewhere: an additional small product is cheaper than a sum over registers.
     """
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
