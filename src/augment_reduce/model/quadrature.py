@@ -4,12 +4,12 @@ With eps = v - psi_y, eq. (5) of the paper becomes one function P of a score, th
 
     p(y | psi) = P(psi_y),   P(s) = int r(v - s) e^{G(v)} dv,   r = phi / Phi,   G(v) = sum_k log Phi(v - psi_k)
 
-(G runs over all K classes; r divides the winner's own Phi out again.) So one grid in v, and G on it, serve a label,
-the top few or all K classes. Three layers, top to bottom:
+(G includes all K classes; r divides by the winner's own Phi.) So one grid in v, and G on it, suffice for a label,
+the top k or all K classes. Three layers:
 
-    Crowd        G and its slope; many classes are interpolated from few scores, so that K drops out of the cost
+    Crowd        G and its slope, by interpolation from few scores, so that the cost of a node is independent of K
     grid_for     nodes and weights: doubled trapezoid (smooth, log-concave noise) or adaptive panels (any noise)
-    log_...      what callers use: functions of scores psi (B, K) and labels (B,); all compute and return float64
+    log_...      the interface: functions of scores psi (B, K) and labels (B,); all compute and return float64
 """
 
 import math
@@ -24,11 +24,11 @@ from torch import Tensor
 from .noise import Noise
 
 CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
-DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, since there every small operation costs a launch
+DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, to reduce the number of launches
 BIN_WIDTHS, DEGREE = (2.0, 1.0, 0.5), 16  # of the interpolation of log Phi: widths to try, points in a bin
-DROP = 34.0  # an integrand is cut off where it is below e^-34 = 2e-15 of its peak
+DROP = 34.0  # an integrand is truncated where it is below e^-34 = 2e-15 of its peak
 FIRST_NODES, MAX_NODES = 16, 1 << 15  # the trapezoid starts with 16 intervals and doubles
-FURTHEST = 1e30  # below the largest score of a row: what lies further counts as this far
+FURTHEST = 1e30  # limit of the distance below the largest score of a row
 CONVERGED = 1e-8  # change of log P between J and 2J intervals; the error of 2J is then about its square
 PANEL_TOLERANCE = 1e-11  # error of one adaptive panel, relative to the whole integral
 
@@ -42,7 +42,7 @@ COARSE_RULE[::2] = np.linalg.solve(legendre.legvander(X[::2], 7).T, 2.0 * np.eye
 
 
 class Nodes(NamedTuple):
-    """int f(v) e^{G(v)} dv ~ sum_q f(v_q) exp(log_weight_q), for some rows (b,), each once; v, log_weight (b, Q)."""
+    """int f(v) e^{G(v)} dv ~ sum_q f(v_q) exp(log_weight_q), for distinct rows (b,); v, log_weight (b, Q)."""
 
     rows: Tensor
     v: Tensor
@@ -52,10 +52,10 @@ class Nodes(NamedTuple):
 class Crowd:
     """All utilities of each row together: G(v) = sum_k log Phi(v - psi_k) is the log probability that none exceeds v.
 
-    As a function of psi, log Phi(v - psi) is smooth. So scores are put in bins with 16 Chebyshev points each, and
-    every class is spread over the points of its bin with the weights of polynomial interpolation: G is then a weighted
-    sum over the M points `at`, whatever K is. `spread` goes back, from values at the points to those of the classes.
-    Kept to the classes themselves (at = psi) where that is no saving, or no width serves this noise (`bin_width`).
+    As a function of psi, log Phi(v - psi) is smooth. So scores are binned, with 16 Chebyshev points a bin, and each
+    class is distributed over the points of its bin with the weights of polynomial interpolation: G is then a weighted
+    sum over the M points `at`, independent of K. `spread` is the transpose, from values at the points to the classes.
+    Without binning (at = psi) if that is not cheaper, or if no width is accurate for this noise (`bin_width`).
     """
 
     def __init__(self, noise: Noise, psi: Tensor, width: float | None) -> None:
@@ -72,7 +72,8 @@ class Crowd:
             self.weight = (moments.permute(1, 2, 0) @ psi.new_tensor(TO_POINTS)).flatten(1)
 
     def _basis(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its place in there."""
+        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its position in the
+        bin."""
         place = (self.psi - self.low[:, None]) / self.width
         bins = place.floor().clamp_(max=self.n_bins - 1).long()
         x = 2.0 * (place - bins) - 1.0
@@ -94,7 +95,7 @@ class Crowd:
     def log_below(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G(v) of `rows` (all by default) at v (b, Q)."""
         total = self._sum(self.noise.log_cdf, v, rows)
-        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # the rest: inf - inf, far out in the tail
+        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # else: inf - inf, far in the tail
 
     def slope(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G'(v) >= 0, like `log_below`."""
@@ -117,13 +118,13 @@ class Crowd:
 
 
 def _chunks(length: int, elements: int, device: torch.device) -> Iterator[slice]:
-    """Slices of an axis, as long as arrays with `elements` for each place on it may be."""
+    """Slices of an axis, for temporary arrays with `elements` for each position on it."""
     step = max(1, (CHUNK if device.type == "cpu" else DEVICE_CHUNK) // max(1, elements))
     return (slice(start, start + step) for start in range(0, length, step))
 
 
 def bin_width(noise: Noise, device: torch.device) -> float | None:
-    """The widest bins over which `Crowd` interpolates log Phi of this noise to 1e-12: tried out, not believed."""
+    """The widest bins over which `Crowd` interpolates log Phi of this noise to 1e-12, by evaluating the error."""
     v = torch.linspace(-40.0, 42.0, 411, dtype=torch.float64, device=device)[None]
     for width in BIN_WIDTHS:
         psi = torch.linspace(0.0, 0.99 * width, 2 * DEGREE, dtype=torch.float64, device=device)[None]
@@ -148,11 +149,11 @@ def _log_sum(crowd: Crowd, v: Tensor, log_weight: Tensor, s: Tensor) -> Tensor:
 
 
 def _trapezoid(crowd: Crowd, s: Tensor) -> list[Nodes]:
-    """Even nodes over the one interval that matters, doubled until log P settles.
+    """The trapezoidal rule on one interval, with doubled numbers of nodes until log P converges.
 
-    For an analytic integrand the error of this rule falls like e^{-c J}: each doubling squares it. Convergence is
-    watched at the score itself, or at nine scores over the range of `s`, which all other classes lie between. The
-    interval ends 64 times its length at the best score below that: there, a thousand down, no probability is left.
+    For an analytic integrand the error of this rule decreases like e^{-c J}: each doubling squares it. Convergence is
+    tested at the score itself, or at nine scores over the range of `s`. The interval extends below the best score by at
+    most 64 times its length there: scores further below have no probability.
     """
     low, high = s.amin(1, keepdim=True), s.amax(1, keepdim=True)
     (lo, hi), watched = _support(crowd, high), high
@@ -179,11 +180,12 @@ def _trapezoid(crowd: Crowd, s: Tensor) -> list[Nodes]:
 
 
 def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The interval (B, 1) each, where the log-concave integrand of one score s (B, 1) is within e^-DROP of its peak.
+    """The interval, (B, 1) each end, on which the log-concave integrand of a score s (B, 1) is above e^-DROP of its
+    peak.
 
-    The mode: regula falsi (Illinois, every third step a bisection) on the slope, until the tangent shows that no more
-    than 1 is missing to the peak. The ends: outwards by doubling, back by Newton, which on a concave function cannot
-    step over the end it comes back to.
+    The mode: regula falsi (Illinois, every third step a bisection) on the slope, until the tangent bounds the distance
+    to the peak by 1. The ends: outwards by doubling, then Newton's method, which on a concave function approaches the
+    end from outside.
     """
 
     def slope(v: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
 
     top, sign = crowd.top[:, None], torch.tensor([-1.0, 1.0], dtype=s.dtype, device=s.device)
     v = torch.cat([torch.minimum(s, top) - 1.0, top + 4.0], 1)
-    for step in range(100):  # until the slopes at both ends point inwards
+    for step in range(100):  # until the slopes at both ends have the right signs
         slopes = slope(v)
         if not (outwards := slopes * sign > 0.0).any():
             break
@@ -227,8 +229,8 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
 def _panels(crowd: Crowd, s: Tensor) -> Nodes:
     """Any noise: panels of 15 Gauss-Legendre nodes, halved until each is good to PANEL_TOLERANCE of the whole.
 
-    What is watched is the sum over the scores s. The first panels end at the 12 largest scores, where kinks are, and 2
-    beside them, where a second bump may be; and 0.5, 16, ... 2e13 to both sides of the winner and of the largest s.
+    Convergence is tested for the sum over the scores s. The first panels end at the 12 largest scores, where kinks are,
+    and 2 next to them, where a second mode may be; and 0.5, 16, ... 2e13 on both sides of the winner and the largest s.
     """
     ladder = 0.5 * 32.0 ** torch.arange(10, dtype=s.dtype, device=s.device)
     steps = torch.stack([s.amax(1), crowd.top], 1)[:, :, None] + torch.cat([-ladder, ladder])
@@ -253,8 +255,9 @@ def _panels(crowd: Crowd, s: Tensor) -> Nodes:
 def _measure(crowd: Crowd, s: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
     """n panels: their rows (n,), ends (n, 2), nodes v and log_weight (n, 15), log integral (n,) and its log error (n,).
 
-    Two signs of error: the 8-node rule on every other node disagrees; or, where the log integrand jumps by more than
-    10 next to its largest node, a peak may hide there. (If log-concave, that peak is no higher than the jump.)
+    Two error estimates: the difference to the 8-node rule on every other node; and, if the log integrand jumps by more
+    than 10 next to its largest node, the jump, since a peak may be missed there. (If log-concave, it is at most that
+    high.)
     """
     x, rule, coarse_rule = s.new_tensor(X), s.new_tensor(RULE), s.new_tensor(COARSE_RULE)
     half = 0.5 * (ends[:, 1:] - ends[:, :1])
@@ -269,12 +272,12 @@ def _measure(crowd: Crowd, s: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor
     jumps = torch.nn.functional.pad(log_f.diff(dim=1).abs().nan_to_num(0.0, posinf=math.inf), (1, 1))
     jump = torch.maximum(jumps.gather(1, best), jumps.gather(1, best + 1))[:, 0]
     log_error = peak[:, 0] + torch.where(jump > 10.0, jump, torch.log((f @ (rule - coarse_rule)).abs()))
-    log_error[half[:, 0] < 1e-14 * (1.0 + v.abs().amax(1))] = -math.inf  # as narrow as float64 can tell apart
+    log_error[half[:, 0] < 1e-14 * (1.0 + v.abs().amax(1))] = -math.inf  # as narrow as float64 resolves
     return [rows, ends, v, log_weight + torch.log(rule), torch.log(f @ rule) + peak[:, 0], log_error]
 
 
 def _padded(crowd: Crowd, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
-    """All panels of a row side by side; nodes of weight zero fill the shorter rows."""
+    """All panels of a row concatenated, padded with nodes of weight zero."""
     order = rows.argsort(stable=True)
     rows, counts = rows[order], rows.bincount(minlength=len(crowd.psi))
     place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
@@ -285,12 +288,12 @@ def _padded(crowd: Crowd, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
 
 
 def _crowds(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, Crowd]]:
-    """The rows in blocks that bound the memory; float64 from here on.
+    """The rows in blocks of bounded memory, in float64.
 
-    Only differences matter, so the largest score of each row is made zero: next to 1e30 no grid could be told apart.
+    Only differences matter, so the largest score of each row is subtracted: float64 cannot resolve a grid at 1e30.
     """
     width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
-    for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: room for the nodes where classes are few
+    for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: for the nodes, if there are few classes
         scores = psi[block].double()
         yield block, Crowd(noise, (scores - scores.amax(1, keepdim=True)).clamp_(min=-FURTHEST), width)
 
@@ -328,7 +331,7 @@ def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor, *, closed_form: boo
 
 
 def log_likelihood(noise: Noise, psi: Tensor, labels: Tensor, *, closed_form: bool = True) -> Tensor:
-    """log p(y | psi), eq. (5), (B,): right to 1e-10 + 1e-15 |log p|, however small; no floor; `closed_form`: above."""
+    """log p(y | psi), eq. (5), (B,): error below 1e-10 + 1e-15 |log p|, without a floor; `closed_form` as above."""
     return log_proba_of(noise, psi, labels[:, None], closed_form=closed_form)[:, 0]
 
 
@@ -382,9 +385,9 @@ def grid_of_gaps(noise: Noise, gap: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
 def log_proba(noise: Noise, psi: Tensor) -> Tensor:
     """log p(k | psi) of all classes, not renormalised: (B, K) -> (B, K). One grid a row: O(K J), never O(K^2).
 
-    A row's probabilities sum to 1 within 1e-8 by themselves. Smooth log-concave noise: every log p_k is right to
-    1e-9 + 1e-15 |log p_k|, and too low for scores thousands below the best. Any other noise: every p_k is right to
-    1e-10, so that the log of a smaller one has the right order at best: for a label's ask `log_likelihood`.
+    A row's probabilities sum to 1 within 1e-8 without renormalisation. Smooth log-concave noise: the error of log p_k
+    is below 1e-9 + 1e-15 |log p_k|; for scores thousands below the best it is too low. Other noises: the error of p_k
+    is below 1e-10, so that the log of a smaller one is inaccurate: use `log_likelihood` for a label.
     """
     _check(psi, psi.new_zeros(len(psi), 1))
     if noise.conjugate:
