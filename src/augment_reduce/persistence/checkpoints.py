@@ -1,11 +1,11 @@
-"""Checkpoints of one fit: a folder from which the same fit, started again, goes on.
+"""Checkpoints of one fit: a folder from which the same call of `fit` resumes.
 
-    fit.json                       which fit it is: version, parameters, rows (their shape and a hash), classes
+    fit.json                       identifies the fit: version, parameters, rows (their shape and a hash), classes
     step-000000012000.safetensors  the model and the training state after iteration 12,000, as `save` writes it
     lock                           held by the process that writes
 
-Every file is written atomically, and the last two states are kept: a kill at any moment, also while one is written,
-costs the iterations since the last. A fit of other rows, parameters or release than the folder's is refused.
+Every file is written atomically, and the last two states are kept: a kill at any time, also during a write, loses the
+iterations since the last one. A fit with other rows, parameters or release than the folder's is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tensor_file import parse_json
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: two fits with one folder are not noticed
+except ImportError:  # Windows has no flock: two fits with one folder are not detected
     fcntl = None  # type: ignore[assignment]
 
 DESCRIPTION, LOCK = "fit.json", "lock"
@@ -52,7 +52,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one running fit. `found`: the state to go on from; None: there is none yet."""
+    """The checkpoints of one running fit. `found`: the state to resume from; None: there is none."""
 
     def __init__(self, estimator: Any, folder: Path, every: int | None) -> None:
         self.estimator, self.folder, self.every = estimator, folder, every
@@ -66,13 +66,13 @@ class Checkpoints:
         return time.monotonic() - self.since >= SECONDS
 
     def write(self) -> None:
-        """The present state of the estimator. If that fails a warning says so, and the fit goes on."""
+        """Write the current state of the estimator. If that fails, warn and continue the fit."""
         iteration = self.estimator._fitted.clock.iteration
         path = self.folder / f"step-{iteration:012d}.safetensors"
         try:
             saving.save(self.estimator, path)
             there = steps_of(self.folder)
-            good = [old for number, old in there if number <= iteration]  # this fit did not go on from later ones
+            good = [old for number, old in there if number <= iteration]  # later ones are of another run
             for old in {old for _, old in there} - set(good[:KEPT]):
                 old.unlink()
         except (OSError, ValueError, MemoryError) as error:
@@ -85,7 +85,7 @@ class Checkpoints:
         self.since = time.monotonic()
 
     def check_space(self, bytes_of_state: int) -> None:
-        """Refuse a folder that has no room for the states that are kept and the one that is being written."""
+        """Refuse a folder without space for the states that are kept and the next one."""
         there = sum(path.stat().st_size for _, path in steps_of(self.folder))
         check_writable(self.folder / "step", max(0, (KEPT + 1) * bytes_of_state - there))
 
@@ -94,7 +94,7 @@ class Checkpoints:
 def checkpoints(
     estimator: Any, path: str | os.PathLike[str] | None, every: int | None, rows: TrainingRows
 ) -> Iterator[Checkpoints | None]:  # fmt: skip
-    """The checkpoints of a fit of `estimator` to these rows, in the folder `path`, which is made if it is missing."""
+    """The checkpoints of a fit of `estimator` to these rows, in the folder `path`, created if missing."""
     check_every(path, every)
     if path is None:
         yield None
@@ -155,11 +155,11 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-# ---- which fit it is ----
+# ---- identity of the fit ----
 
 
 def description(estimator: Any, rows: TrainingRows) -> dict[str, Any]:
-    """What has to be the same for a fit to go on exactly."""
+    """The values that have to be equal for an exact resume."""
     parameters = {
         name: ADDRESS.sub("", json.dumps(encode(name, value), sort_keys=True))
         for name, value in estimator.get_params(deep=False).items()
@@ -177,7 +177,7 @@ def description(estimator: Any, rows: TrainingRows) -> dict[str, Any]:
 
 
 def hash_of(rows: TrainingRows, classes: np.ndarray) -> str:
-    """Of all features, labels and weights, as they are stored."""
+    """Hash of all features, labels and weights, as stored."""
     digest, X = hashlib.blake2b(digest_size=16), rows.X
     arrays = [X.values] if isinstance(X, DenseRows) else [X.indptr, X.indices, X.values]
     arrays += [rows.codes] if rows.weight is None else [rows.codes, rows.weight]

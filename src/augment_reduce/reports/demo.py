@@ -1,8 +1,8 @@
 """The demo: what will this package depend on?
 
-Debian's packages say which others they need. From 41,172 of them the model learns which of 5,694 a package will depend
-on, judging by its name, one-line description, section, maintainer, architecture and tags; every (package, dependency)
-pair is an example. The data come with augment-reduce (data/debian_deps).
+Trained on 41,172 Debian packages, the model predicts on which of 5,694 others a package depends from its name, one-line
+description, section, maintainer, architecture and tags; every (package, dependency) pair is an example. The data are
+part of the package (data/debian_deps).
 """
 
 from __future__ import annotations

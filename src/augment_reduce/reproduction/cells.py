@@ -1,4 +1,4 @@
-"""One cell of the paper's tables (a dataset, a method, a seed): train, evaluate the test rows on the way, measure.
+"""One cell of the paper's tables (a dataset, a method, a seed): train, evaluate test rows during training, measure.
 
 The results do not depend on interruptions: training resumes from a checkpoint bit for bit, so that a cell that was
 killed and run again ends with the same weights and numbers (except times).
@@ -41,7 +41,8 @@ Report = Callable[[int, str], None]  # iterations done, a note
 
 @dataclass(frozen=True)
 class Cell:
-    """`kind` "timing" is table 2 alone, a few epochs; `asked` are the iterations asked for instead of the paper's."""
+    """`kind` "timing" is for table 2 only, a few epochs; `asked` are the requested iterations instead of the
+    paper's."""
 
     study: str
     method: str

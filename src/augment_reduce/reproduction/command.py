@@ -1,4 +1,4 @@
-"""What `augment-reduce reproduce` does: check what was typed, run what is missing, write and show the results."""
+"""The work of `augment-reduce reproduce`: check the arguments, run missing cells, write and show the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .store import Store
 def parse(
     target: str, dataset: list[str] | None, method: list[str] | None, seeds: str, iterations: int | None
 ) -> Choice:
-    """Validate what was typed; an unknown name is refused with the choices."""
+    """Validate the arguments; an unknown name is refused with the choices."""
     (target,) = chosen([target], TARGETS, "target")
     datasets, methods = _split(dataset), _split(method)
     if datasets is not None:

@@ -1,4 +1,4 @@
-"""Which cells a target needs, and running them: one after the other, or several at once in processes of their own.
+"""Plan the cells of a target and run them: sequentially, or several at once in separate processes.
 
 A cell that fails is reported and the others continue. A full disk and Ctrl-C end the run; finished cells are kept, and
 the same command resumes from there.
@@ -148,7 +148,7 @@ def reason(error: BaseException) -> str:
 
 
 def _work(cell: Cell, folder: Path, data: Path | None, at_once: int, born_of: int, parent: Connection) -> None:
-    """Run a cell in a process of its own; report to the parent, and stop if the parent is gone."""
+    """Run a cell in a separate process; report to the parent, and stop if the parent has ended."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C reaches the parent, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -60,7 +60,7 @@ class Study:
     of_shape: str | None = None  # the study whose shape these random data have, for timing only
 
     def seed_of_rows(self, seed: int) -> int:
-        """What draws the rows of a cell with that seed: if splits are drawn, seeds differ in them, too."""
+        """The seed of the rows of a cell with that seed: if splits are drawn, seeds differ in them, too."""
         return seed if self.splits_anew else self.data_seed
 
 

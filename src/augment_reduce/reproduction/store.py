@@ -114,7 +114,7 @@ class Store:
         self.write_json(self.cells / f"{key}.json", record)
         self.forget_checkpoint(key)
 
-    # ---- cells under way ----
+    # ---- running cells ----
 
     def model_path(self, key: str) -> Path:
         return self.checkpoints / f"{key}.safetensors"
