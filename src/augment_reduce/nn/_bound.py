@@ -108,19 +108,21 @@ def sampled_bound(
 
 
 class _Bound(torch.autograd.Function):
-    """The computed value, with the gradients dL / dpsi_y = lift and dL / dpsi = -pull."""
+    """The computed value, with the gradients dL / dpsi_y = grad_label and dL / dpsi = -grad_class."""
 
     @staticmethod
     def forward(ctx: Any, psi_label: Tensor, psi: Tensor, found: Objective, seen: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.where(seen, found.lift, 0.0), torch.where(seen[:, None], found.pull, 0.0))
+        ctx.save_for_backward(
+            torch.where(seen, found.grad_label, 0.0), torch.where(seen[:, None], found.grad_class, 0.0)
+        )
         ctx.dtypes = psi_label.dtype, psi.dtype
         return torch.where(seen, found.bound, torch.nan)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        lift, pull = ctx.saved_tensors
-        return (grad * lift).to(ctx.dtypes[0]), (-grad[:, None] * pull).to(ctx.dtypes[1]), None, None
+        grad_label, grad_class = ctx.saved_tensors
+        return (grad * grad_label).to(ctx.dtypes[0]), (-grad[:, None] * grad_class).to(ctx.dtypes[1]), None, None
 
 
 def _checked(psi_label: Tensor, psi: Tensor, log_weight: Tensor | float, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,8 @@ def head_forward(
     index: Tensor | None, group: Tensor | None, state: list[Tensor], memory: list[Tensor], number: int, reduction: str,
     one_label: bool, learn: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """(loss; rows, label_rows, classes, target, pull, lift, row_weight, denominator; the state after the step).
+    """(loss; rows, label_rows, classes, target, grad_class, grad_label, row_weight, denominator; the state after the
+    step).
 
     `memory`, the state of the row optimiser, is used in the backward pass only.
     """

@@ -1,7 +1,8 @@
 """A step over ranks with late sums over classes: no collective between scores and gradients.
 
-With c (or q) fixed, the gradient by a rank's own scores does not depend on other ranks: pull_k = omega_k e^{psi_k - c}.
-The sums are needed to update c, for the value of the loss, and for the floor. They are reduced asynchronously during
+With c (or q) fixed, the gradient by a rank's own scores does not depend on other ranks: grad_class_k = omega_k e^{psi_k
+- c}. The sums are needed to update c, for the value of the loss, and for the floor. They are reduced asynchronously
+  during
 the backward pass, and the next step begins by waiting for them:
 
     c           is updated from a step before the next one, as with sync=True
@@ -39,7 +40,7 @@ from ._targets import FLOORED, ROWS, ROWS_BEFORE, SKIPPED
 
 @dataclass
 class Unsettled:
-    """A step with pending sums: `sums` returns (1, B) pull of a softmax, (3, B) sums of other noises."""
+    """A step with pending sums: `sums` returns (1, B) grad_class of a softmax, (3, B) sums of other noises."""
 
     step: Step
     run: Pass
@@ -56,12 +57,12 @@ def forward(shards: Shards, step: Step, hidden: Tensor, weight: Tensor, bias: Te
     run = Pass(step, hidden, weight, bias)
     step.placed = run.place
     one, sent, ref = _scored(shards, step, run)
-    seen = one.usable & one.found.pull.isfinite().all(dim=1) & one.found.lift.isfinite()
+    seen = one.usable & one.found.grad_class.isfinite().all(dim=1) & one.found.grad_label.isfinite()
     step.counter += 1
     step.used = one.used
     denominator = _step._denominator(step, run.row_weight.sum())
     saved = _step._saved(step, run, one, seen, denominator)
-    found = one.found._replace(pull=one.found.pull[:, :0])  # the gradient may change it in place
+    found = one.found._replace(grad_class=one.found.grad_class[:, :0])  # the gradient may change it in place
     shards.unsettled = Unsettled(
         step, run, one._replace(found=found), seen, denominator, shards.ranks.start_sum(sent, "sums over classes"), ref
     )
@@ -92,13 +93,13 @@ def _scored(shards: Shards, step: Step, run: Pass) -> tuple[Scored, Tensor, Tens
     log_weight, hidden_from = run.columns.of_rows(every, y)
     if shards.softmax:
         c = nodes[0][:, 0]
-        pull, sums = reduce_softmax(psi, psi_y, hidden_from, log_weight, c)
-        found = finish_softmax(pull, sums.ref, sums, psi_y, c, step.floor)
-        sent = (sums.pull * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF)))[None]
+        grad_class, sums = reduce_softmax(psi, psi_y, hidden_from, log_weight, c)
+        found = finish_softmax(grad_class, sums.ref, sums, psi_y, c, step.floor)
+        sent = (sums.grad_class * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF)))[None]
     else:
-        pull, sums = reduce_noise(step.noise, psi, hidden_from, log_weight, nodes)
-        found = finish_noise(step.noise, pull, sums, psi_y, nodes, step.floor)
-        sent = torch.stack([sums.pull, sums.value, sums.bend])
+        grad_class, sums = reduce_noise(step.noise, psi, hidden_from, log_weight, nodes)
+        found = finish_noise(step.noise, grad_class, sums, psi_y, nodes, step.floor)
+        sent = torch.stack([sums.grad_class, sums.value, sums.bend])
     return Scored(h, label_rows, psi_y, predicted, used, usable, found), sent, sums.ref
 
 
@@ -128,14 +129,14 @@ def _settled(shards: Shards, last: Unsettled) -> Tensor:
 def _whole(shards: Shards, step: Step, run: Pass, one: Scored, sums: Tensor, ref: Tensor) -> Scored:
     """The step's bound and derivatives by its local parameters, from the sums of all ranks."""
     nodes = step.local.nodes(one.used, step.key, run.counter)
-    nothing = one.found.pull
+    nothing = one.found.grad_class
     if shards.softmax:
         zero = torch.zeros_like(sums[0])
         reduced = in_units(sums[0], Reduced(sums[0], zero, zero, ref))
         found: Objective = finish_softmax(nothing, ref, reduced, one.psi_y, nodes[0][:, 0], step.floor)
         return one._replace(found=found)
-    pull, value, bend = sums
-    found = finish_noise(step.noise, nothing, Reduced(pull, value, bend, ref), one.psi_y, nodes, step.floor)
+    grad_class, value, bend = sums
+    found = finish_noise(step.noise, nothing, Reduced(grad_class, value, bend, ref), one.psi_y, nodes, step.floor)
     return one._replace(found=found)
 
 

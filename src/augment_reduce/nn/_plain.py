@@ -6,9 +6,9 @@ With v the winner's utility, fixed, at nodes v_j with weights (softmax: one node
 
 and a step needs
 
-    pull_k = omega_k sum_j weight_j (phi / Phi)(v_j - psi_k) = -dL/dpsi_k       >= 0; softmax: omega_k e^{psi_k - c}
-    lift   = -sum_j weight_j (log phi)'(v_j - psi_y)         =  dL/dpsi_y       softmax: 1 - e^{psi_y - c}, no sample
-    slope  = sum_k pull_k - lift,   bend                                        first and second derivative by v;
+    grad_class_k = omega_k sum_j weight_j (phi / Phi)(v_j - psi_k) = -dL/dpsi_k >= 0      softmax: omega_k e^{psi_k - c}
+    grad_label   = -sum_j weight_j (log phi)'(v_j - psi_y)         =  dL/dpsi_y           softmax: 1 - e^{psi_y - c}
+    slope, bend  = sum_k grad_class_k - grad_label, its derivative: the first and second derivative by v
                                                                                 softmax: slope = log Z~ - c, see below
 
 `value`, `slope` and `bend` are sums over classes, and additive over shards.
@@ -32,17 +32,17 @@ LARGEST = 1e15  # limit of scores, features and gradients in a step: their squar
 
 
 class Objective(NamedTuple):
-    """`bound`, `lift`, `slope`, `bend`, `floored`, `gap` are (B,); `pull` is (B, S).
+    """`bound`, `grad_label`, `slope`, `bend`, `floored`, `gap` are (B,); `grad_class` is (B, S).
 
-    `bound` is the unbiased estimate; `floor` applies to `pull` and `lift`, the gradient, only. For softmax `slope` is
-    log Z~ - c instead of the derivative Z~ e^{-c} - 1: the distance of c to its optimum, accurate also if it is large;
-    `bend` is unused and zero. `gap` estimates the bound gap due to c or q: e^s - 1 - s with s = log Z~ - c, and to
-    second order slope^2 / (2 |bend|) for other noises.
+    `bound` is the unbiased estimate; `floor` applies to `grad_class` and `grad_label`, the gradient, only. For softmax
+    `slope` is log Z~ - c instead of the derivative Z~ e^{-c} - 1: the distance of c to its optimum, accurate also if it
+    is large; `bend` is unused and zero. `gap` estimates the bound gap due to c or q: e^s - 1 - s with s = log Z~ - c,
+    and to second order slope^2 / (2 |bend|) for other noises.
     """
 
     bound: Tensor
-    pull: Tensor
-    lift: Tensor
+    grad_class: Tensor
+    grad_label: Tensor
     slope: Tensor
     bend: Tensor
     floored: Tensor
@@ -52,12 +52,12 @@ class Objective(NamedTuple):
 class Reduced(NamedTuple):
     """The sums over classes of each row (B,), the only coupling between classes; additive over shards.
 
-    `pull` = sum_k pull_k, `value` = sum_k omega_k log Phi, `bend` = sum_k omega_k (phi / Phi)'. A softmax has `pull`
-    only, in units of e^ref: ref is 0 unless e^{psi - c} would overflow or underflow. Sums are float64: rounded to the
-    dtype of the scores, they do not depend on how the classes are split.
+    `grad_class` = sum_k grad_class_k, `value` = sum_k omega_k log Phi, `bend` = sum_k omega_k (phi / Phi)'. A softmax
+    has `grad_class` only, in units of e^ref: ref is 0 unless e^{psi - c} would overflow or underflow. Sums are float64:
+    rounded to the dtype of the scores, they do not depend on how the classes are split.
     """
 
-    pull: Tensor
+    grad_class: Tensor
     value: Tensor
     bend: Tensor
     ref: Tensor
@@ -173,10 +173,10 @@ def objective(
     """`own` (B, S) is True where a class is masked for a row (its label); `log_weight` is (S,) or (B, S). Overwrites
     `psi`. `over_shards` reduces the sums over the classes of all shards."""
     if type(noise) is Gumbel:
-        pull, sums = reduce_softmax(psi, psi_y, own, log_weight, nodes[0][:, 0])
-        return finish_softmax(pull, sums.ref, over_shards(sums), psi_y, nodes[0][:, 0], floor)
-    pull, sums = reduce_noise(noise, psi, own, log_weight, nodes)
-    return finish_noise(noise, pull, over_shards(sums), psi_y, nodes, floor)
+        grad_class, sums = reduce_softmax(psi, psi_y, own, log_weight, nodes[0][:, 0])
+        return finish_softmax(grad_class, sums.ref, over_shards(sums), psi_y, nodes[0][:, 0], floor)
+    grad_class, sums = reduce_noise(noise, psi, own, log_weight, nodes)
+    return finish_noise(noise, grad_class, over_shards(sums), psi_y, nodes, floor)
 
 
 def reduce_softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, c: Tensor) -> tuple[Tensor, Reduced]:
@@ -184,29 +184,29 @@ def reduce_softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, 
     terms = psi.add_(log_weight.to(psi.dtype)).masked_fill_(own, -torch.inf).sub_(c[:, None])
     top = torch.maximum(terms.amax(dim=1), psi_y - c) if terms.shape[1] else psi_y - c
     ref = torch.where(top.abs() > FAR, top, 0.0)
-    pull = terms.sub_(ref[:, None]).exp_()
-    total = _total(pull)
-    return pull, Reduced(total, torch.zeros_like(total), torch.zeros_like(total), ref)
+    grad_class = terms.sub_(ref[:, None]).exp_()
+    total = _total(grad_class)
+    return grad_class, Reduced(total, torch.zeros_like(total), torch.zeros_like(total), ref)
 
 
 def finish_softmax(
-    pull: Tensor, ref: Tensor, sums: Reduced, psi_y: Tensor, c: Tensor, floor: float | None
+    grad_class: Tensor, ref: Tensor, sums: Reduced, psi_y: Tensor, c: Tensor, floor: float | None
 ) -> Objective:
-    """L = 1 - c + psi_y - e^{psi_y - c} - sum omega_k e^{psi_k - c} = 1 - c + psi_y - e^slope. `pull` is in units of
-    e^ref.
+    """L = 1 - c + psi_y - e^{psi_y - c} - sum omega_k e^{psi_k - c} = 1 - c + psi_y - e^slope. `grad_class` is in units
+    of e^ref.
 
     `floor`: the gradient is that at c clipped below at log Z~ - floor, Z~ = e^{psi_y} + sum omega_k e^{psi_k} from this
     sample, so that no row counts more than e^floor times its gradient at c = log Z~. Clipped rows are biased.
     """
     top = torch.maximum(sums.ref, psi_y - c)
-    total = sums.pull.to(c.dtype)
+    total = sums.grad_class.to(c.dtype)
     slope = top + torch.log(total * torch.exp(sums.ref - top) + torch.exp(psi_y - c - top))
     bound = 1.0 - c + psi_y - torch.exp(slope.clamp(max=LARGEST_LOG))
     raised = torch.zeros_like(c) if floor is None else (slope - floor).clamp_min(0.0)
-    pull.mul_(torch.exp((ref - raised).clamp(max=LARGEST_LOG))[:, None])
-    lift = 1.0 - torch.exp((psi_y - c - raised).clamp(max=LARGEST_LOG))
+    grad_class.mul_(torch.exp((ref - raised).clamp(max=LARGEST_LOG))[:, None])
+    grad_label = 1.0 - torch.exp((psi_y - c - raised).clamp(max=LARGEST_LOG))
     gap = torch.expm1(slope.clamp(max=LARGEST_LOG)) - slope
-    return Objective(bound, pull, lift, slope, torch.zeros_like(slope), raised > 0.0, gap)
+    return Objective(bound, grad_class, grad_label, slope, torch.zeros_like(slope), raised > 0.0, gap)
 
 
 def reduce_noise(
@@ -215,16 +215,16 @@ def reduce_noise(
     """omega_k sum_j weight_j (phi / Phi)(v_j - psi_k), and the three sums."""
     v, node_weight, _ = nodes
     omega = torch.exp(log_weight).to(psi.dtype)
-    pull, value = torch.zeros_like(psi), _total(torch.zeros_like(v[:, :0]))
+    grad_class, value = torch.zeros_like(psi), _total(torch.zeros_like(v[:, :0]))
     bend = torch.zeros_like(value)
     for j, w in enumerate(node_weight.unbind()):
         t = v[:, j, None] - psi
         first, second = noise.dlog_cdf_and_derivative(t)
-        pull.add_(first * w)
+        grad_class.add_(first * w)
         value += w * _total(noise.log_cdf(t).mul_(omega).masked_fill_(own, 0.0))
         bend += w * _total(second.mul_(omega).masked_fill_(own, 0.0))
-    pull.mul_(omega).masked_fill_(own, 0.0)
-    return pull, Reduced(_total(pull), value, bend, torch.zeros_like(v[:, 0]))
+    grad_class.mul_(omega).masked_fill_(own, 0.0)
+    return grad_class, Reduced(_total(grad_class), value, bend, torch.zeros_like(v[:, 0]))
 
 
 def _total(terms: Tensor) -> Tensor:
@@ -233,31 +233,40 @@ def _total(terms: Tensor) -> Tensor:
 
 
 def finish_noise(
-    noise: Noise, pull: Tensor, sums: Reduced, psi_y: Tensor, nodes: tuple[Tensor, Tensor, Tensor], floor: float | None
+    noise: Noise,
+    grad_class: Tensor,
+    sums: Reduced,
+    psi_y: Tensor,
+    nodes: tuple[Tensor, Tensor, Tensor],
+    floor: float | None,
 ) -> Objective:
-    """`floor`: a row whose pulls sum to more than e^floor (1 + |lift|) has them scaled down."""
+    """`floor`: a row whose grad_class sums to more than e^floor (1 + |grad_label|) is scaled down."""
     v, node_weight, constant = nodes
     at_label = v - psi_y[:, None]
-    lift = -(noise.dlog_prob(at_label) @ node_weight)
-    total, value, of_classes = (x.to(lift.dtype) for x in (sums.pull, sums.value, sums.bend))
+    grad_label = -(noise.dlog_prob(at_label) @ node_weight)
+    total, value, of_classes = (x.to(grad_label.dtype) for x in (sums.grad_class, sums.value, sums.bend))
     bend = of_classes + noise.d2log_prob(at_label) @ node_weight
     bound = noise.log_prob(at_label) @ node_weight + value + constant
-    floored = torch.zeros_like(lift, dtype=torch.bool)
+    floored = torch.zeros_like(grad_label, dtype=torch.bool)
     if floor is not None:
-        most = torch.exp(lift.new_tensor(floor)) * (1.0 + lift.abs())
+        most = torch.exp(grad_label.new_tensor(floor)) * (1.0 + grad_label.abs())
         floored = total > most
         shrink = torch.where(floored, most / total, 1.0)
-        pull, total = pull.mul_(shrink[:, None]), total * shrink
-    slope = total - lift  # with the floor, as in the weights' gradient, to which the local step is matched
-    return Objective(bound, pull, lift, slope, bend, floored, 0.5 * slope * slope / bend.abs().clamp_min(LEAST_BEND))
+        grad_class, total = grad_class.mul_(shrink[:, None]), total * shrink
+    slope = total - grad_label  # with the floor, as in the weights' gradient, to which the local step is matched
+    return Objective(
+        bound, grad_class, grad_label, slope, bend, floored, 0.5 * slope * slope / bend.abs().clamp_min(LEAST_BEND)
+    )
 
 
-def gradient_of_hidden(pull: Tensor, lift: Tensor, rows: Tensor, label_rows: Tensor, scale: Tensor) -> Tensor:
+def gradient_of_hidden(
+    grad_class: Tensor, grad_label: Tensor, rows: Tensor, label_rows: Tensor, scale: Tensor
+) -> Tensor:
     """Gradient of sum_b scale_b (-L_b) by `hidden` (B, D); 0 for rows of scale 0, also if they are not finite."""
-    found = (pull @ rows).sub_(lift[:, None] * label_rows).mul_(scale[:, None])
+    found = (grad_class @ rows).sub_(grad_label[:, None] * label_rows).mul_(scale[:, None])
     return found.masked_fill_((scale == 0.0)[:, None], 0.0)
 
 
-def gradient_of_classes(hidden: Tensor, pull: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_of_classes(hidden: Tensor, grad_class: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of sum_b scale_b (-L_b) by the rows (S, D) and biases (S,) of the sampled classes."""
-    return pull.T @ (hidden * scale[:, None]), pull.T @ scale
+    return grad_class.T @ (hidden * scale[:, None]), grad_class.T @ scale

@@ -179,11 +179,11 @@ class OwnClasses(EveryClass):
     def reduce(self, sums: Reduced) -> Reduced:
         """A softmax's sum of omega_k e^{psi_k - c} in float64 needs no common shift over ranks."""
         if self.softmax:
-            total = sums.pull * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF))
+            total = sums.grad_class * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF))
             return in_units(self.ranks.sum_(total, "the sum over classes"), sums)
-        every = torch.stack([sums.pull, sums.value, sums.bend])
-        pull, value, bend = self.ranks.sum_(every, "the sums over classes")
-        return Reduced(pull, value, bend, sums.ref)
+        every = torch.stack([sums.grad_class, sums.value, sums.bend])
+        grad_class, value, bend = self.ranks.sum_(every, "the sums over classes")
+        return Reduced(grad_class, value, bend, sums.ref)
 
     def log_sum(self, values: Tensor) -> Tensor:
         return torch.logsumexp(self.ranks.gather(values, "log sums over classes"), dim=0)
@@ -216,7 +216,7 @@ def in_units(total: Tensor, sums: Reduced) -> Reduced:
     """`Reduced` of a softmax's sum (B,)."""
     log_total = torch.log(total).clamp_min(-MOST_REF)
     ref = torch.where((log_total.abs() > FAR) & log_total.isfinite(), log_total, 0.0)
-    return sums._replace(pull=total * torch.exp(-ref), ref=ref.to(sums.ref.dtype))
+    return sums._replace(grad_class=total * torch.exp(-ref), ref=ref.to(sums.ref.dtype))
 
 
 class GatheredRows(EveryClass):

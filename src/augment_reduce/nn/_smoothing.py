@@ -56,7 +56,9 @@ def with_z_loss(found: Objective, c: Tensor, floor: float | None, z: float) -> O
     value = c.square() + 2.0 * c * torch.expm1(found.slope.clamp(max=LARGEST_LOG))
     factor = 1.0 + 2.0 * z * (c + raised)
     return found._replace(
-        bound=found.bound - z * value, pull=found.pull * factor[:, None], lift=1.0 - (1.0 - found.lift) * factor
+        bound=found.bound - z * value,
+        grad_class=found.grad_class * factor[:, None],
+        grad_label=1.0 - (1.0 - found.grad_label) * factor,
     )
 
 
@@ -64,11 +66,13 @@ def smoothed(
     found: Objective, psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, anchor: Tensor, smoothing: float,
     n_classes: int,
 ) -> Objective:  # fmt: skip
-    """`pull` gets an additional column, for the row m from which `anchor` (B,), a, was computed."""
+    """`grad_class` gets an additional column, for the row m from which `anchor` (B,), a, was computed."""
     share = torch.exp(log_weight).to(psi.dtype).expand_as(psi).masked_fill(own, 0.0) / n_classes
     mean = anchor + (psi_y - anchor) / n_classes + (share * (psi - anchor[:, None])).sum(1)
     rest = 1.0 - 1.0 / n_classes - share.sum(1)
-    pull = torch.cat([found.pull - smoothing * share, -smoothing * rest[:, None]], dim=1)
+    grad_class = torch.cat([found.grad_class - smoothing * share, -smoothing * rest[:, None]], dim=1)
     return found._replace(
-        bound=found.bound + smoothing * (mean - psi_y), pull=pull, lift=found.lift - smoothing * (1.0 - 1.0 / n_classes)
+        bound=found.bound + smoothing * (mean - psi_y),
+        grad_class=grad_class,
+        grad_label=found.grad_label - smoothing * (1.0 - 1.0 / n_classes),
     )

@@ -105,8 +105,8 @@ class Step:
 class Saved(NamedTuple):
     """Tensors for the backward pass: the loss is sum_b weight_b loss_b / denominator.
 
-    `pull` (B, C), `lift` (B,) and `label_rows` (B, D) are empty with chunks; they are then recomputed from `used` (Q,
-    B).
+    `grad_class` (B, C), `grad_label` (B,) and `label_rows` (B, D) are empty with chunks; they are then recomputed from
+    `used` (Q, B).
     """
 
     hidden: Tensor
@@ -114,8 +114,8 @@ class Saved(NamedTuple):
     label_rows: Tensor
     classes: Tensor
     target: Tensor
-    pull: Tensor
-    lift: Tensor
+    grad_class: Tensor
+    grad_label: Tensor
     row_weight: Tensor
     denominator: Tensor
 
@@ -198,19 +198,21 @@ def _denominator(step: Step, total_weight: Tensor) -> Tensor:
 
 def _saved(step: Step, run: Pass, last: Scored, seen: Tensor, denominator: Tensor) -> Saved:
     row_weight = torch.where(seen, run.row_weight, 0.0)
-    h, label_rows, pull, lift = last.hidden, last.label_rows, last.found.pull, last.found.lift
+    h, label_rows, grad_class, grad_label = last.hidden, last.label_rows, last.found.grad_class, last.found.grad_label
     if len(h) != len(run.hidden):
         step.rescored = Rescored(run, seen)
-        h, pull, lift, label_rows = run.hidden, pull[:0], lift[:0], label_rows[:0]
+        h, grad_class, grad_label, label_rows = run.hidden, grad_class[:0], grad_label[:0], label_rows[:0]
     elif h.device.type != "cpu" or not bool(seen.all()):
-        pull, lift = torch.where(seen[:, None], pull, 0.0), torch.where(seen, lift, 0.0)
+        grad_class, grad_label = torch.where(seen[:, None], grad_class, 0.0), torch.where(seen, grad_label, 0.0)
     columns = run.columns
     classes, nobody = run.place.rows(columns.classes), run.place.nobody
     if columns.kind is not None:
         classes = torch.where(columns.kind == UNUSED, nobody, classes)  # without gradient
     if step.class_mean is not None:
         classes = torch.cat([classes, classes.new_full((1,), nobody)])
-    return Saved(h, run.rows, label_rows, classes, run.place.rows(run.label), pull, lift, row_weight, denominator)
+    return Saved(
+        h, run.rows, label_rows, classes, run.place.rows(run.label), grad_class, grad_label, row_weight, denominator
+    )
 
 
 @torch.no_grad()
@@ -268,11 +270,11 @@ def _gradients_here(
     step: Step | None, saved: Saved, scale: Tensor, of_rows: Tensor | None
 ) -> tuple[Tensor, RowGradient | None]:
     if step is None or step.rescored is None:
-        of_hidden = gradient_of_hidden(saved.pull, saved.lift, saved.rows, saved.label_rows, scale)
+        of_hidden = gradient_of_hidden(saved.grad_class, saved.grad_label, saved.rows, saved.label_rows, scale)
         if of_rows is None:
             return of_hidden, None
-        by_class, of_bias = gradient_of_classes(saved.hidden, saved.pull, of_rows)
-        return of_hidden, _row_gradient(saved, by_class, of_bias, saved.lift * of_rows)
+        by_class, of_bias = gradient_of_classes(saved.hidden, saved.grad_class, of_rows)
+        return of_hidden, _row_gradient(saved, by_class, of_bias, saved.grad_label * of_rows)
     return _gradients_again(step, saved, scale, of_rows)
 
 
@@ -288,13 +290,13 @@ def _gradients_again(
     at_label = torch.zeros_like(scale)
     for part in run.parts():
         one = run.scored(part, step.used[:, part])
-        pull = torch.where(seen[part, None], one.found.pull, 0.0)
-        lift = torch.where(seen[part], one.found.lift, 0.0)
-        of_hidden[part] = gradient_of_hidden(pull, lift, run.rows, one.label_rows, scale[part])
+        grad_class = torch.where(seen[part, None], one.found.grad_class, 0.0)
+        grad_label = torch.where(seen[part], one.found.grad_label, 0.0)
+        of_hidden[part] = gradient_of_hidden(grad_class, grad_label, run.rows, one.label_rows, scale[part])
         if of_rows is not None:
-            by_class.addmm_(pull.T, one.hidden * of_rows[part, None])
-            of_bias.addmv_(pull.T, of_rows[part])
-            at_label[part] = lift * of_rows[part]
+            by_class.addmm_(grad_class.T, one.hidden * of_rows[part, None])
+            of_bias.addmv_(grad_class.T, of_rows[part])
+            at_label[part] = grad_label * of_rows[part]
     return of_hidden, None if of_rows is None else _row_gradient(saved, by_class, of_bias, at_label)
 
 

@@ -49,7 +49,8 @@ def collect(Sums, which: tl.constexpr, b, in_b, B, n_blocks):
 
 @triton.jit
 def collect_exponentials(Sums, b, in_b, B, n_blocks):
-    """(ref, total): the sum of `pull` over all blocks of classes is e^ref total; see `scores`. ref is mostly 0."""
+    """(ref, total): the sum of `grad_class` over all blocks of classes is e^ref total; see `scores`. ref is mostly
+    0."""
     ref = tl.zeros_like(b).to(tl.float32)
     for start in range(0, n_blocks, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
@@ -60,8 +61,8 @@ def collect_exponentials(Sums, b, in_b, B, n_blocks):
         i = start + tl.arange(0, AT_ONCE)
         mask = (i < n_blocks)[:, None] & in_b[None, :]
         own_ref = tl.load(Sums + (n_blocks + i).to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
-        pulls = tl.load(Sums + i.to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
-        total += tl.sum(pulls * tl.exp(own_ref - ref[None, :]), axis=0)
+        sums = tl.load(Sums + i.to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
+        total += tl.sum(sums * tl.exp(own_ref - ref[None, :]), axis=0)
     return ref, total
 
 
@@ -74,8 +75,8 @@ def log_ratio(ref, total, label):
 
 
 @triton.jit
-def to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr):
-    """Multiply the blocks of `Pull` by e^(their own ref - ref), so that a row is in units of e^ref."""
+def to_one_scale(GradClass, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr):
+    """Multiply the blocks of `GradClass` by e^(their own ref - ref), so that a row is in units of e^ref."""
     for block in range(n_blocks):
         own_ref = tl.load(Sums + (n_blocks + block).to(tl.int64) * B + b, mask=in_b, other=0.0)
         factor = tl.exp(own_ref - ref)
@@ -83,9 +84,9 @@ def to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr
         for start in range(0, COLUMNS, AT_ONCE):
             s = block * COLUMNS + start + tl.arange(0, AT_ONCE)
             mask = (in_b & (ref > 0.0))[:, None] & (s < end)[None, :]
-            at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
-            pull = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
-            tl.store(at, pull.to(Pull.dtype.element_ty), mask=mask)
+            at = GradClass + b.to(tl.int64)[:, None] * S + s[None, :]
+            grad_class = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
+            tl.store(at, grad_class.to(GradClass.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -131,14 +132,14 @@ def refine(
 
 @triton.jit
 def softmax_row(
-    Pull, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR: tl.constexpr, Z_LOSS: tl.constexpr,
+    GradClass, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR: tl.constexpr, Z_LOSS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(bound, lift, log Z~ - c, factor of `Pull`, whether the floor clipped, gap); see nn/_plain.py,
+    """(bound, grad_label, log Z~ - c, factor of `GradClass`, whether the floor clipped, gap); see nn/_plain.py,
     and for the z-loss nn/_smoothing.py."""
     ref, total = collect_exponentials(Sums, b, in_b, B, n_blocks)
     if tl.max(ref, axis=0) > 0.0:
-        to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS)
+        to_one_scale(GradClass, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS)
     slope = log_ratio(ref, total, psi_y - used)
     raised = tl.zeros_like(used)
     if FLOOR:
@@ -160,15 +161,15 @@ def noise_row(
     NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """As `softmax_row`, with the derivative instead of log Z~ - c, and with the second derivative."""
-    pulls = collect(Sums, 0, b, in_b, B, n_blocks)
+    total_class = collect(Sums, 0, b, in_b, B, n_blocks)
     value, first, second = about_label(V, NodeWeight, b, in_b, psi_y, NOISE, J)
     bend = collect(Sums, 2, b, in_b, B, n_blocks) + second
     shrink = tl.zeros_like(psi_y) + 1.0
     if FLOOR:
         most = tl.exp(floor) * (1.0 + tl.abs(first))
-        shrink = tl.where(pulls > most, most / pulls, 1.0)
+        shrink = tl.where(total_class > most, most / total_class, 1.0)
     bound = value + collect(Sums, 1, b, in_b, B, n_blocks) - 0.5 * (log_precision - LOG_2PI_E)
-    slope = pulls * shrink + first
+    slope = total_class * shrink + first
     gap = 0.5 * slope * slope / tl.maximum(tl.abs(bend), LEAST)
     return bound, -first, slope, bend, shrink, shrink < 1.0, gap
 
@@ -216,9 +217,9 @@ def residuals(
 
 @triton.jit
 def finish(
-    Hidden, Sums, Pull, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Label, Index, Mean, LabelMean, Memory, Visits,
-    Learned, Tally, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Rho, Report, B, D, S, n_blocks, n_rows, floor,
-    largest, z_loss,
+    Hidden, Sums, GradClass, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Label, Index, Mean, LabelMean, Memory,
+    Visits, Learned, Tally, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Rho, Report, B, D, S, n_blocks, n_rows,
+    floor, largest, z_loss,
     NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr, Z_LOSS: tl.constexpr, LEARN: tl.constexpr,
     HAS_MEMORY: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -234,12 +235,12 @@ def finish(
     if NOISE == SOFTMAX:
         log_precision = tl.zeros_like(used)
         bend = log_precision
-        bound, lift, slope, shrink, floored, gap = softmax_row(
-            Pull, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR, Z_LOSS, COLUMNS
+        bound, grad_label, slope, shrink, floored, gap = softmax_row(
+            GradClass, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR, Z_LOSS, COLUMNS
         )
     else:
         log_precision = tl.load(Used + B + b, mask=in_b, other=0.0)
-        bound, lift, slope, bend, shrink, floored, gap = noise_row(
+        bound, grad_label, slope, bend, shrink, floored, gap = noise_row(
             Sums, V, NodeWeight, psi_y, log_precision, floor, b, in_b, B, n_blocks, NOISE, J, FLOOR
         )
     finite = (tl.abs(bound) < float("inf")) & (tl.abs(slope) < float("inf")) & (tl.abs(bend) < float("inf"))
@@ -255,7 +256,7 @@ def finish(
         column = tl.arange(0, 16)[None, :]
         at_column = ScaleColumns + b.to(tl.int64)[:, None] * 16 + column
         tl.store(at_column, tl.where(column == 0, scale[:, None], 0.0).to(Scaled.dtype.element_ty), mask=in_b[:, None])
-    tl.store(AtLabel + b, tl.where(seen, lift * weight, 0.0), mask=in_b)
+    tl.store(AtLabel + b, tl.where(seen, grad_label * weight, 0.0), mask=in_b)
     out = Report + pid.to(tl.int64) * (3 * D + FIELDS)
     tl.store(out, tl.sum(loss, axis=0))
     tl.store(out + 1, tl.sum(weight, axis=0))

@@ -2,8 +2,8 @@
 # ruff: noqa: RET505 (Triton follows one branch of a constant condition; what comes after it is always compiled)
 """Triton: the matrix products. Scores with the bound's gradient by them, and the two products of the backward pass.
 
-`Pull` (B, S) is the only large array; scores are in registers only. Accumulation is in float32. If an output is too
-small to occupy all multiprocessors, several programs compute partial sums, which its readers add up (split-K).
+`GradClass` (B, S) is the only large array; scores are in registers only. Accumulation is in float32. If an output is
+too small to occupy all multiprocessors, several programs compute partial sums, which its readers add up (split-K).
 """
 
 import triton
@@ -28,15 +28,17 @@ def multiplied(a, b, total, PRECISION: tl.constexpr):
 @triton.jit
 def scores(
     Hidden, Rows, RowBias, LogWeight, Classes, Label, V, NodeWeight, Tail, Expected, Share, Kind, Group, RowGroup,
-    Others, Pull, Sums, B, S, D,
+    Others, GradClass, Sums, B, S, D,
     NOISE: tl.constexpr, IN_BATCH: tl.constexpr, J: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """psi = hidden rows^T + bias; pull = omega (phi / Phi)(v - psi), and each row's sums over this block of classes.
+    """psi = hidden rows^T + bias; grad_class = omega (phi / Phi)(v - psi), and each row's sums over this block of
+    classes.
 
-    `Sums` (3, blocks of S, B): sum of pull, of omega log Phi, of omega (phi / Phi)'. Softmax, `Sums` (2, blocks, B):
-    sum of pull / e^ref, and ref; `Pull` is in units of e^ref, too. ref is 0, or the block's largest log pull if that is
-    so far above v that its exponential might overflow. `finish` converts the blocks of such a row to one ref.
+    `Sums` (3, blocks of S, B): sum of grad_class, of omega log Phi, of omega (phi / Phi)'. Softmax, `Sums` (2, blocks,
+    B): sum of grad_class / e^ref, and ref; `GradClass` is in units of e^ref, too. ref is 0, or the block's largest log
+    grad_class if that is so far above v that its exponential might overflow. `finish` converts the blocks of such a row
+    to one ref.
     """
     block_b, block_s = tl.program_id(0), tl.program_id(1)
     b = block_b * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -75,14 +77,14 @@ def scores(
     sums_at = Sums + block_s.to(tl.int64) * B + b
     if NOISE == SOFTMAX:
         v = tl.load(V + b, mask=in_b, other=0.0)
-        log_pull = tl.where(counts, psi + log_weight - v[:, None], -float("inf"))
-        top = tl.max(log_pull, axis=1)
+        log_grad_class = tl.where(counts, psi + log_weight - v[:, None], -float("inf"))
+        top = tl.max(log_grad_class, axis=1)
         ref = tl.where(top > FAR, top, 0.0)
-        pull = exp(log_pull - ref[:, None])
-        tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+        grad_class = exp(log_grad_class - ref[:, None])
+        tl.store(sums_at, tl.sum(grad_class, axis=1), mask=in_b)
         tl.store(sums_at + tl.num_programs(1).to(tl.int64) * B, ref, mask=in_b)
     else:
-        pull = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
+        grad_class = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
         value = tl.zeros((BLOCK_B,), dtype=tl.float32)
         bend = tl.zeros((BLOCK_B,), dtype=tl.float32)
         omega = tl.where(counts, tl.exp(log_weight), 0.0)
@@ -91,17 +93,17 @@ def scores(
             v = tl.load(V + b * J + j, mask=in_b, other=0.0)
             node = tl.load(NodeWeight + j)
             log_cdf, ratio, second = about_cdf(v[:, None] - psi, Tail, NOISE)
-            pull += node * ratio * omega
+            grad_class += node * ratio * omega
             value += node * tl.sum(log_cdf * omega, axis=1)
             bend += node * tl.sum(second * omega, axis=1)
         blocks = tl.num_programs(1).to(tl.int64)
-        tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+        tl.store(sums_at, tl.sum(grad_class, axis=1), mask=in_b)
         tl.store(sums_at + blocks * B, value, mask=in_b)
         tl.store(sums_at + 2 * blocks * B, bend, mask=in_b)
     if STORE:
-        at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
-        pull = tl.where(pull == pull, pull, 0.0)
-        tl.store(at, pull.to(Pull.dtype.element_ty), mask=in_b[:, None] & in_s[None, :])
+        at = GradClass + b.to(tl.int64)[:, None] * S + s[None, :]
+        grad_class = tl.where(grad_class == grad_class, grad_class, 0.0)
+        tl.store(at, grad_class.to(GradClass.dtype.element_ty), mask=in_b[:, None] & in_s[None, :])
 
 
 @triton.jit
@@ -133,15 +135,15 @@ def to_hidden(
 
 @triton.jit
 def grad_hidden(
-    Pull, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Partial, Out, B, S, D,
+    GradClass, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Partial, Out, B, S, D,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """pull rows, and from it the gradient by hidden; with SPLITS > 1 sums over parts of S, for `combine`."""
+    """grad_class rows, and from it the gradient by hidden; with SPLITS > 1 sums over parts of S, for `combine`."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_b, in_d = b < B, d < D
-    p_at = Pull + b.to(tl.int64)[:, None] * S
+    p_at = GradClass + b.to(tl.int64)[:, None] * S
     total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
     first, end = stretch(S, BLOCK_S, SPLITS)
     for start in range(first, end, BLOCK_S):
@@ -178,7 +180,7 @@ def combine(
 
 @triton.jit
 def _over_rows(
-    Pull, Scaled, ScaleColumns, s, d, B, S, D,
+    GradClass, Scaled, ScaleColumns, s, d, B, S, D,
     WITH_BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +192,7 @@ def _over_rows(
         b = start + tl.arange(0, BLOCK_B)
         in_b = b < B
         row = b.to(tl.int64)[:, None]
-        p = tl.load(Pull + row * S + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
+        p = tl.load(GradClass + row * S + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
         if EVEN_D:
             h = tl.load(Scaled + row * D + d[None, :], mask=in_b[:, None], other=0.0)
         else:
@@ -204,11 +206,11 @@ def _over_rows(
 
 @triton.jit
 def grad_rows(
-    Pull, Scaled, ScaleColumns, Out, OutBias, B, S, D,
+    GradClass, Scaled, ScaleColumns, Out, OutBias, B, S, D,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Out (SPLITS, S, D) = pull^T scaled, and OutBias (SPLITS, S) = pull^T scale, in sums over parts of B.
+    """Out (SPLITS, S, D) = grad_class^T scaled, and OutBias (SPLITS, S) = grad_class^T scale, in sums over parts of B.
 
     That is the gradient by the sampled rows, without the factor g. `ScaleColumns` (B, 16) has the scales in column 0
     and zeros elsewhere: an additional small product is cheaper than a sum over registers.
@@ -218,12 +220,12 @@ def grad_rows(
     part = tl.program_id(2).to(tl.int64) * S
     if HAS_BIAS and tl.program_id(1) == 0:
         total, of_bias = _over_rows(
-            Pull, Scaled, ScaleColumns, s, d, B, S, D, True, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+            GradClass, Scaled, ScaleColumns, s, d, B, S, D, True, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
         )
         tl.store(OutBias + part + s, tl.sum(of_bias, axis=1), mask=s < S)
     else:
         total, of_bias = _over_rows(
-            Pull, Scaled, ScaleColumns, s, d, B, S, D, False, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+            GradClass, Scaled, ScaleColumns, s, d, B, S, D, False, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
         )
     at = (part + s)[:, None] * D + d[None, :]
     tl.store(Out + at, total, mask=(s < S)[:, None] & (d < D)[None, :])

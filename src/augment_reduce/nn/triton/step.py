@@ -83,14 +83,14 @@ UPDATE_BLOCK, UPDATE_FEW, UPDATE_WARPS = 128, 2, 1  # features of a program, pos
 
 class Saved(NamedTuple):
     """Tensors for the backward pass. `scale` (B,) is row weight times floor factor, `at_label` (B,) row weight times
-    lift."""
+    grad_label."""
 
     hidden: Tensor
     rows: Tensor
     label_rows: Tensor
     classes: Tensor
     label: Tensor
-    pull: Tensor
+    grad_class: Tensor
     scale: Tensor
     at_label: Tensor
     scaled: Tensor
@@ -160,7 +160,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     C = len(main_columns.classes)
     shape = tile("scores" if noise == 0 else "noise", dtype, D)
     sums = wide(2 if noise == 0 else 3, cdiv(max(C, S2), shape.columns), B)
-    pull = new(B, C, dtype=dtype)
+    grad_class = new(B, C, dtype=dtype)
 
     def score(of: _Columns, at: Tensor, weights: Tensor, store: bool) -> int:
         size, with_labels = len(of.classes), of.labels
@@ -171,7 +171,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
                   with_labels.n)
         )  # fmt: skip
         score_kernels.scores[(cdiv(B, shape.rows), n_blocks)](
-            copied, of.rows, of.row_bias, of.log_weight, of.classes, label, at, weights, tail, *extra, pull, sums,
+            copied, of.rows, of.row_bias, of.log_weight, of.classes, label, at, weights, tail, *extra, grad_class, sums,
             B, size, D, NOISE=noise, IN_BATCH=with_labels is not None, J=len(weights), STORE=store,
             PRECISION=precision, EVEN_D=D % shape.depth == 0,
             BLOCK_B=shape.rows, BLOCK_S=shape.columns, BLOCK_D=shape.depth,
@@ -196,9 +196,9 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     report, rho = wide(reports, 16 + 3 * D), wide(B if planes else 0)
     loss, denominator = wide(()), wide(())
     row_kernels.finish[(reports,)](
-        hidden, sums, pull, psi_y, predicted, used, v, node_weight, row_weight, label, _or(step.index, step.target),
-        local.mean, local.label_mean, local.memory, local.visits, local.learned, step.tally,
-        row_loss, scale, at_label, scaled, scale_columns, rho, report,
+        hidden, sums, grad_class, psi_y, predicted, used, v, node_weight, row_weight, label,
+        _or(step.index, step.target), local.mean, local.label_mean, local.memory, local.visits, local.learned,
+        step.tally, row_loss, scale, at_label, scaled, scale_columns, rho, report,
         B, D, C, n_blocks, len(local.visits), float(step.floor or 0.0),
         math.log1p(LARGEST_RESIDUAL) if step.floor is None else float(step.floor), float(step.z_loss),
         NOISE=noise, J=J, FLOOR=step.floor is not None, Z_LOSS=step.z_loss > 0.0, LEARN=step.learn, HAS_MEMORY=memory,
@@ -216,7 +216,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     step.used = used
     of = main_columns
     saved = Saved(
-        hidden, of.rows, label_rows, of.touched, label, pull, scale, at_label, scaled, scale_columns, denominator
+        hidden, of.rows, label_rows, of.touched, label, grad_class, scale, at_label, scaled, scale_columns, denominator
     )
     return (row_loss if per_row else loss), saved
 
@@ -386,23 +386,23 @@ def _scaled_by(saved: Saved, g: Tensor) -> Saved:
     """With each row's upstream gradient in its scale; rows that do not count have 0, for any g."""
     counts = saved.scale != 0.0
     scale, at_label = torch.where(counts, saved.scale * g, 0.0), torch.where(counts, saved.at_label * g, 0.0)
-    scaled = (torch.where(counts[:, None], saved.hidden.float(), 0.0) * scale[:, None]).to(saved.pull.dtype)
-    columns = torch.zeros(len(g), 16, dtype=saved.pull.dtype, device=g.device)
+    scaled = (torch.where(counts[:, None], saved.hidden.float(), 0.0) * scale[:, None]).to(saved.grad_class.dtype)
+    columns = torch.zeros(len(g), 16, dtype=saved.grad_class.dtype, device=g.device)
     columns[:, 0] = scale
     return saved._replace(scale=scale, at_label=at_label, scaled=scaled, scale_columns=columns)
 
 
 def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
-    (B, S), D = saved.pull.shape, saved.hidden.shape[1]
-    dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
+    (B, S), D = saved.grad_class.shape, saved.hidden.shape[1]
+    dtype, precision = saved.grad_class.dtype, product(saved.hidden)[1]
     shape = tile("grad_hidden", dtype, D)
     out = torch.empty_like(saved.hidden)
     partial = torch.empty(shape.splits if shape.splits > 1 else 0, B, D, dtype=torch.float32, device=out.device)
     one = torch.ones_like(saved.denominator) if step.reduction == "none" else grad
     denominator = one if step.reduction == "none" else saved.denominator
     score_kernels.grad_hidden[(cdiv(B, shape.rows), cdiv(D, shape.columns), shape.splits)](
-        saved.pull, saved.rows, saved.label_rows, saved.scale, saved.at_label, one, denominator, partial, out, B, S, D,
-        SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
+        saved.grad_class, saved.rows, saved.label_rows, saved.scale, saved.at_label, one, denominator, partial, out,
+        B, S, D, SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_B=shape.rows, BLOCK_D=shape.columns, BLOCK_S=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
@@ -417,13 +417,13 @@ def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
 
 def _grad_rows(saved: Saved, has_bias: bool) -> tuple[Tensor, Tensor]:
     """(splits, S, D) and (splits, S): partial sums over parts of the minibatch."""
-    (B, S), D = saved.pull.shape, saved.hidden.shape[1]
-    dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
+    (B, S), D = saved.grad_class.shape, saved.hidden.shape[1]
+    dtype, precision = saved.grad_class.dtype, product(saved.hidden)[1]
     shape = tile("grad_rows", dtype, D)
-    out = torch.empty(shape.splits, S, D, dtype=torch.float32, device=saved.pull.device)
-    of_bias = torch.empty(shape.splits, S, dtype=torch.float32, device=saved.pull.device)
+    out = torch.empty(shape.splits, S, D, dtype=torch.float32, device=saved.grad_class.device)
+    of_bias = torch.empty(shape.splits, S, dtype=torch.float32, device=saved.grad_class.device)
     score_kernels.grad_rows[(cdiv(S, shape.rows), cdiv(D, shape.columns), shape.splits)](
-        saved.pull, saved.scaled, saved.scale_columns, out, of_bias, B, S, D,
+        saved.grad_class, saved.scaled, saved.scale_columns, out, of_bias, B, S, D,
         HAS_BIAS=has_bias, SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_S=shape.rows, BLOCK_D=shape.columns, BLOCK_B=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
