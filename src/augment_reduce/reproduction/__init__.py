@@ -7,7 +7,7 @@ evaluate.py    the measures of a trained cell
 synthetic.py   the measures of section 4.1
 store.py       the results folder: finished cells and checkpoints
 runner.py      plans the cells of a target and runs them, optionally several at a time
-board.py       progress over cells
+progress.py    progress of the cells
 tables.py      paper | ours | difference, as rows
 show.py        formatting of the tables
 figure.py      figure 2 and the learning curves, for paper (png, pdf) and page (svg)
