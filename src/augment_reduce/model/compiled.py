@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.cpu.noise_loops import NoiseLoops, loops_of
 from .noise import LocationScale, Noise, unmasked
 
-LOOKED_AT = (
+CHECK_POINTS = (
     -40.0,
     -12.5,
     -5.0,
@@ -94,7 +94,7 @@ def compiled(noise: Noise) -> Noise:
 
 def check_scalars(noise: Noise, loops: NoiseLoops) -> None:
     """ValueError, with the point, if a scalar function differs from the torch function of its name."""
-    eps = torch.tensor(LOOKED_AT, dtype=torch.float64)
+    eps = torch.tensor(CHECK_POINTS, dtype=torch.float64)
     for name in loops.scalars._fields:
         expected, found = getattr(noise, name)(eps), loops.elementwise(name, eps)
         wrong = ~((found - expected).abs() <= TOLERANCE * expected.abs().clamp_min(1.0))

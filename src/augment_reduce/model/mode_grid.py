@@ -66,8 +66,8 @@ class ModeGrid:
         log_f = log_f + self.log_steps + deviation.log()
         log_p = log_f.logsumexp(1)
         density = (log_f - log_p[:, None]).exp_()  # of u given that the label wins
-        pull = torch.einsum("bj,bkj->bk", density, self.noise.dlog_cdf(away[:, :, :NODES].contiguous()))
-        return log_p, pull.neg_(), flat
+        hazard = torch.einsum("bj,bkj->bk", density, self.noise.dlog_cdf(away[:, :, :NODES].contiguous()))
+        return log_p, hazard.neg_(), flat
 
 
 def _blocks(n_rows: int, numbers: int) -> list[slice]:

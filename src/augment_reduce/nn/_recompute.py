@@ -74,13 +74,13 @@ class Calls:
         """
         if torch._C._current_graph_task_id() == -1:
             return None
-        alike = [call for call in reversed(self._last) if call.signature == _signature(hidden, target)]
-        same_target = [call for call in alike if call.target.data_ptr() == target.data_ptr()]
-        alike = [call for call in alike if call.training == training]
-        waiting = [call for call in alike if call.number in self._open]
+        same_shapes = [call for call in reversed(self._last) if call.signature == _signature(hidden, target)]
+        same_target = [call for call in same_shapes if call.target.data_ptr() == target.data_ptr()]
+        same_shapes = [call for call in same_shapes if call.training == training]
+        waiting = [call for call in same_shapes if call.number in self._open]
         if not same_target and len(waiting) > 1:
             waiting = [call for call in waiting if _same_values(call.target, target)]
-        for candidates in (same_target, waiting, alike):
+        for candidates in (same_target, waiting, same_shapes):
             for call in candidates:
                 if call.number in self._open:
                     self._open.discard(call.number)
@@ -91,7 +91,7 @@ class Calls:
                 f"{len(self._last)} calls, and its draw is no longer known. Call backward() after fewer calls, with "
                 "larger chunks, or leave the head out of the checkpointed function."
             )
-        return (same_target or alike or [None])[0]
+        return (same_target or same_shapes or [None])[0]
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

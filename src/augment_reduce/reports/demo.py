@@ -30,7 +30,7 @@ EPOCHS = 5  # half of the default, to keep the demo short
 MIN_COUNT = 5  # dependencies named by fewer training packages are left out
 
 QUICK_EVERY, QUICK_EPOCHS = 20, 3  # --quick: one training package in twenty
-LOOKED_AT = 4000  # training and test pairs evaluated after each epoch; the final numbers are over all test pairs
+PAIRS_EVALUATED = 4000  # training and test pairs evaluated after each epoch; the final numbers are over all test pairs
 TOP = 6
 
 SHOWCASE = (  # picked for variety, before any prediction was seen
@@ -161,7 +161,7 @@ def train(
 
 def some_pairs(rows: MultiLabelRows, names: np.ndarray, seed: int) -> tuple[Any, np.ndarray]:
     pairs = all_pairs(rows)
-    chosen = np.random.default_rng(seed).permutation(len(pairs))[:LOOKED_AT]
+    chosen = np.random.default_rng(seed).permutation(len(pairs))[:PAIRS_EVALUATED]
     return rows.X[pairs.rows[chosen]], names[pairs.y[chosen]]
 
 

@@ -15,7 +15,7 @@ from ..support.seeds import many_uniforms
 from .base import DrawWithoutReplacement, Minibatch, Sampled, halved
 from .fixed import _Frequency
 
-ROWS_LOOKED_AT = 32  # rows of a minibatch by whose scores classes are clustered
+ROWS_COMPARED = 32  # rows of a minibatch by whose scores classes are clustered
 BLOCK = 2**24  # weights copied at a time
 
 
@@ -76,7 +76,7 @@ class Conditional(_Frequency):
         return bound
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        return 8 * (self._n_clusters() * n_features + ROWS_LOOKED_AT * self.n_classes)
+        return 8 * (self._n_clusters() * n_features + ROWS_COMPARED * self.n_classes)
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.clusters is None:
@@ -154,7 +154,7 @@ class Conditional(_Frequency):
     def _refresh(self, minibatch: Minibatch) -> Clusters:
         """Clusters for the current weights, from the scores of a few rows of this minibatch."""
         weight, bias = minibatch.parameters.weight, minibatch.parameters.bias
-        rows = minibatch.rows[:ROWS_LOOKED_AT]
+        rows = minibatch.rows[:ROWS_COMPARED]
         psi = minibatch.kernels.shared_scores(minibatch.X, rows, torch.arange(self.n_classes), weight, bias).double()
         check_finite(psi)
         residual = psi - self.log_q

@@ -2,7 +2,7 @@
 
 An exception may be raised in the caller's thread at any time: Ctrl-C, a SIGTERM handler that raises, a notebook's stop
 button. The caller is then waiting for the training thread, requests a stop, and raises after the current call of steps
-has ended; the model can be resumed exactly. A second exception, at least INSIST seconds later, is raised in the
+has ended; the model can be resumed exactly. A second exception, at least FORCE_AFTER seconds later, is raised in the
 training thread immediately: a model that was interrupted within a step is marked (`Fitted.torn`).
 """
 
@@ -24,9 +24,9 @@ import torch
 from ..kernels.threads import get_num_threads, num_threads
 from ..sharding import Partition
 
-INSIST = 1.0  # seconds after an exception before another one is raised in the training thread
+FORCE_AFTER = 1.0  # seconds after an exception before another one is raised in the training thread
 COMPARED = 64  # steps between exchanges of stop requests over ranks
-LOOK_UP = 0.05  # seconds between polls for exceptions without a signal
+POLL_SECONDS = 0.05  # seconds between polls for exceptions without a signal
 
 StopAsked = Callable[[], bool]
 
@@ -80,7 +80,7 @@ class Job:
         while not self.done:
             if os.getpid() != self.process:
                 raise RuntimeError("The thread that waits for this fit forked; the fit goes on in the parent process.")
-            self.ended.acquire(timeout=LOOK_UP)  # an exception may lose the acquired lock, but not `done`
+            self.ended.acquire(timeout=POLL_SECONDS)  # an exception may lose the acquired lock, but not `done`
 
     def abort(self, kind: type[BaseException]) -> None:
         with self.lock:
@@ -101,10 +101,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Job] = SimpleQueue()
-        self.thread = threading.Thread(target=self._attend, name="augment-reduce-training", daemon=True)
+        self.thread = threading.Thread(target=self._run_jobs, name="augment-reduce-training", daemon=True)
         self.thread.start()
 
-    def _attend(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             job = self.inbox.get()
             job.run()
@@ -151,13 +151,13 @@ def run_whole(work: Callable[[StopAsked], None]) -> None:
 
 
 def _wait_for_the_end(job: Job) -> None:
-    """Wait regardless of further exceptions; those after INSIST seconds are raised in the training thread."""
+    """Wait regardless of further exceptions; those after FORCE_AFTER seconds are raised in the training thread."""
     since = time.monotonic()
     while True:
         try:
             return job.wait()
         except BaseException as again:
             job.stop = True
-            if time.monotonic() - since >= INSIST:
+            if time.monotonic() - since >= FORCE_AFTER:
                 since = time.monotonic()
                 job.abort(type(again))
