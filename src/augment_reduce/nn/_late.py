@@ -122,7 +122,7 @@ def _settled(shards: Shards, last: Unsettled) -> Tensor:
     report = _step._report(step, one, seen, slice(0, len(run.hidden)))
     step.local.move(report, step.tally[ROWS] > step.tally[ROWS_BEFORE])
     step.tally[ROWS_BEFORE] = step.tally[ROWS]
-    _step._tell_gap(step, torch.where(seen, one.found.gap, 0.0).sum(), seen.sum())
+    _step._record_gap(step, torch.where(seen, one.found.gap, 0.0).sum(), seen.sum())
     return _step._losses(one, seen, run.row_weight).sum() / last.denominator
 
 

@@ -157,7 +157,7 @@ def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     step.tally[ROWS_BEFORE] = step.tally[ROWS]
     step.counter += 1
     step.used = torch.cat(used, dim=1)
-    _tell_gap(step, gap, n_seen)
+    _record_gap(step, gap, n_seen)
     denominator = _denominator(step, denominator)
     loss = torch.cat(losses) if step.reduction == "none" else loss / denominator
     return loss, _saved(step, run, one, all_seen, denominator)
@@ -180,7 +180,7 @@ def _report(step: Step, one: Scored, seen: Tensor, part: slice) -> Report:
     return report
 
 
-def _tell_gap(step: Step, total: Tensor, n: Tensor) -> None:
+def _record_gap(step: Step, total: Tensor, n: Tensor) -> None:
     """gauge = (mean gap of this minibatch, its running mean, number of minibatches)."""
     if step.gauge is None:
         return
