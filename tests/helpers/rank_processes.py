@@ -3,8 +3,9 @@
     results = run_on_ranks(function, 2, tmp_path, *arguments)     # function(group, *arguments) on each rank
 
 Every rank is a process of one thread, forked from a server that has imported the package and done nothing else: an
-interpreter of its own would take some three seconds to import torch. At the limit, or GRACE seconds after a rank has failed, all are killed;
-the error shows what each rank raised or printed. The function has to stand at the top of a module.
+interpreter of its own would take some three seconds to import torch. At the limit, or GRACE seconds after a rank has
+failed, all are killed; the error shows what each rank raised or printed. The function has to stand at the top of a
+module.
 """
 
 from __future__ import annotations
