@@ -3,9 +3,8 @@
     python -m benchmarks.tables            # every page of docs/ that has markers
     python -m benchmarks.tables --check    # exit code 1 where a page is not what the result files say
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `TABLES` has the names. What is measured again is
-appended to a result file, and the last measurement of a case is the one that is shown, with its date, machine and
-version.
+A table is generated between `<!-- table: NAME -->` and `<!-- end -->`; `TABLES` has the names. Measurements are
+appended to a result file; a table has the last measurement of each case, with its date, machine and version.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ LOOKS = (0.25, 0.5, 1.0, 1.5, 4.0, 10.0, 60.0)
 
 
 def head_quality() -> str:
-    """Test log likelihood after so many seconds of training, and the best of all looks."""
+    """Test log likelihood after given seconds of training, and the best of all evaluations."""
     found: dict[tuple[str, ...], dict[float, Row]] = defaultdict(dict)
     for row in read(RESULTS / "head_quality.csv"):
         found[tuple(row[name] for name in ("problem", "method", "S", "rate"))][float(row["seconds"])] = row
@@ -199,7 +198,7 @@ PROBLEMS = {"zipf": "Zipf, K 1,000,000", "debian": "debian-deps, K 31,298", "wor
 
 
 def nearest(rows: dict[float, Row], seconds: float) -> Row | None:
-    """The look that was asked for at that time: the first within a tenth after it."""
+    """The evaluation at that time: the first within a tenth after it."""
     return next((rows[at] for at in sorted(rows) if seconds <= at <= 1.1 * seconds + 0.05), None)
 
 

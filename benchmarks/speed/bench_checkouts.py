@@ -1,14 +1,13 @@
-"""Two versions of this library side by side: the same fits and predictions by both, in turns.
+"""Compare two versions of this library: the same fits and predictions by both, interleaved.
 
     git worktree add ../before 7ca29ca
     python -m benchmarks.speed.bench_checkouts ../before/src before-redesign --save   # every case, one thread
     python -m benchmarks.speed.bench_checkouts ../before/src before-redesign --cases first-fit --save
     python -m benchmarks.speed.bench_checkouts ../before/src before-redesign --threads 2 --save
 
-Each version runs in a process of its own, which waits for its turn. With one thread times are those of the processor
-(other programs take none of it), with more those of the clock. A ratio is this version's time over the other's in the
-same turn. `first-fit` starts a process each time: the import, and the fit of a few steps as the demo does it, from an
-empty kernel cache and from the one that it filled.
+Each version runs in a separate process. With one thread times are processor times (independent of other processes),
+with more wall-clock times. A ratio is this version's time over the other's in the same repetition. `first-fit` starts a
+new process each time: import, and a fit of a few steps as in the demo, from an empty and from a filled kernel cache.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@
     python -m benchmarks.speed.bench_epoch --threads 1 2 --crowded --save   # scaling, and what the machine allows of it
     python -m benchmarks.speed.bench_epoch --beside 'their-program {dataset} {method}'
 
-`--beside` runs another program in between, once for every repetition, and reads the last number it prints as its own
-seconds per epoch: two things measured in the same minutes, interleaved, whose ratio is what counts.
-`--crowded` times one thread again while another process does the same work beside it, sharing memory and caches but
-nothing else. Twice one thread's time over that is what two threads that never wait would gain.
-The data are the real ones where they can be found (AUGMENT_REDUCE_DATA), else random rows of the same shape.
+`--beside` runs another program once for every repetition, interleaved, and reads the last number it prints as its
+seconds per epoch; compare their ratio. `--crowded` times one thread again while another process runs the same work,
+with shared memory bandwidth and caches: twice one thread's time over this is the speed-up of two threads without
+waiting. The data are the real ones if available (AUGMENT_REDUCE_DATA), else random rows of the same shape.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A head whose classes are on several ranks: peak memory, time a step by K, and what a step sends, by gloo.
+"""A sharded head: peak memory, time of a step by K, and bytes sent by a step, with gloo.
 
     python -m benchmarks.speed.bench_shards --save                  # --only capacity | steps | bytes
     python -m benchmarks.speed.bench_shards --tiny                  # does it run?
 
-    capacity    K 2e7, D 16, "rowwise-adagrad", two ranks, three steps: peak resident memory of a rank (VmHWM), beside
-                its share: the bytes of its own weights, biases and optimiser state. Asked for: .75 share + 1 GB
-    steps       K 1e5, 1e6, 1e7 at D 32 on two ranks: the sizes take turns in one run. Asked for: 1.2 times K 1e5
-    bytes       of both exchanges, as a ring sends them, on two and four ranks; D 128, |S| 512, 512 rows a rank
+    capacity    K 2e7, D 16, "rowwise-adagrad", two ranks, three steps: peak resident memory of a rank (VmHWM), and
+                its share: the bytes of its own weights, biases and optimiser state. Target: .75 share + 1 GB
+    steps       K 1e5, 1e6, 1e7 at D 32 on two ranks, interleaved in one run. Target: 1.2 times K 1e5
+    bytes       of both exchanges, by ring collectives, on two and four ranks; D 128, |S| 512, 512 rows a rank
 
 Ranks are started by torchrun. The state of a step at K 1e7 does not fit the caches, that at K 1e5 does: labels and
 sampled classes are drawn either uniformly, the worst case, or from 1 / k, as frequencies of words and labels are.

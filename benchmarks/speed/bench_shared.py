@@ -4,9 +4,9 @@
     python -m benchmarks.speed.bench_shared --datasets bibtex --seconds 10
     python -m benchmarks.speed.bench_shared --draw          # the picture again from the result file; fits nothing
 
-Softmax, augment and reduce, all else as the defaults have it. Three fits for each law that classes are drawn by: |S|
-for each row, the same |S| shared, and ten times as many (at most K - 1) shared. Each goes on, looked at after 1/4, 1/2,
-1, 2, 4 ... epochs, until it has trained for `--seconds`; looking and compiling do not count.
+Softmax, augment and reduce, other parameters by default. Three fits for each distribution of the draws: |S| for each
+row, the same |S| shared, and ten times as many (at most K - 1) shared. Each is evaluated after 1/4, 1/2, 1, 2, 4 ...
+epochs, until it has trained for `--seconds`, without evaluation and compilation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far the head gets in how many seconds, beside exact and sampled softmax, on one GPU or a few CPU cores.
+"""Test log likelihood by seconds of training of the head, exact and sampled softmax, on a GPU or a few CPU cores.
 
     python -m benchmarks.speed.head_quality                          # everything; appends to results/head_quality.csv
     python -m benchmarks.speed.head_quality --only words --seconds 20
@@ -11,8 +11,8 @@
     words      the next word of WordNet's definitions, from the last five; one hidden layer           53,775
 
 All methods share network, minibatches and optimisers (Adam for the network, Adagrad for the output layer), and run as a
-CUDA graph where there is a GPU; the clock runs while they train, not while they are looked at. Sampled softmax has our
-sampler and our kernels: the head with its local parameter put to the logarithm of the sample's own sum (`floor=0`).
+CUDA graph on a GPU; times exclude evaluation. Sampled softmax uses our sampler and kernels: the head with its local
+parameter set to the logarithm of the sample's own sum (`floor=0`).
 """
 
 from __future__ import annotations

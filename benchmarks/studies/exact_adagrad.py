@@ -1,14 +1,14 @@
-"""The other bar for the defaults: exact models by the same optimiser, rate, prior and minibatches, every class summed.
+"""A reference for the defaults: exact models by the same optimiser, rate, prior and minibatches, over all classes.
 
     python -m benchmarks.studies.exact_adagrad --datasets debian-5k debian-full --variances 3 10 --epochs 16
     python -m benchmarks.studies.exact_adagrad --datasets bibtex omniglot --models probit logistic --epochs 30
     python -m benchmarks.studies.exact_adagrad --tiny
 
-`exact_bar.py` goes to the maximum of the posterior; this stops on the way, as people do. Softmax in closed form, probit
-and logistic by quadrature of eq. (5), gradient and likelihood alike: no bound anywhere. Rate, decay, eps and the speed
-of the biases are those of `config/defaults.py`. The log likelihood of a tenth of the training rows (of packages, for
-debian-deps), held out, is looked at after every epoch; then all training rows are fitted with the best variance for the
-best number of epochs, and the test rows are looked at then, and at the epochs of --looks on the way.
+`exact_bar.py` converges to the maximum of the posterior; this uses early stopping. Softmax in closed form, probit and
+logistic by quadrature of eq. (5), both gradient and likelihood: no bound is used. Rate, decay, eps and the rate of the
+biases are those of `config/defaults.py`. The log likelihood of a tenth of the training rows (of packages, for
+debian-deps), held out, is evaluated after every epoch; then all training rows are fitted with the best variance for the
+best number of epochs, and the test rows are evaluated at the end and at the epochs of --looks.
 """
 
 from __future__ import annotations

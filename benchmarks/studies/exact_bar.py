@@ -1,13 +1,13 @@
-"""How well a linear softmax can do at all: exact maximum a posteriori, the prior chosen on held-out rows.
+"""The optimum of a linear softmax: exact maximum a posteriori, with the prior chosen on held-out rows.
 
-    python -m benchmarks.studies.exact_bar --datasets bibtex omniglot mnist            # on a GPU, or patiently without
+    python -m benchmarks.studies.exact_bar --datasets bibtex omniglot mnist            # on a GPU; slow without
     python -m benchmarks.studies.exact_bar --datasets debian-full --variances 1 3 10   # needs 40 GB of GPU memory
     python -m benchmarks.studies.exact_bar --tiny
 
 Full-batch L-BFGS on  sum_n log softmax_{y_n}(W x_n + b) - (|W|^2 + |b|^2) / (2 v),  every class in every sum. For each
-v the log likelihood of a tenth of the training rows (of packages, for debian-deps), held out, is looked at on the way;
-then the best v is fitted again on all training rows, for as many iterations as were best, and the test rows are looked
-at once.
+v the log likelihood of a tenth of the training rows (of packages, for debian-deps), held out, is evaluated during the
+fit; then the best v is fitted again on all training rows, with the best number of iterations, and the test rows are
+evaluated once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What MNIST allows each model: exact maxima of the posterior, the prior chosen by held-out rows, or by the test rows.
+"""The optimum of each model on MNIST: exact maxima of the posterior, the prior chosen on held-out or on test rows.
 
     python -m benchmarks.studies.exact_map --out benchmarks/results/exact_map.csv     # on a GPU: some minutes
     python -m benchmarks.studies.exact_map --tiny
 
-Full-batch L-BFGS in float64 on  sum_n log p(y_n | W x_n + b) - |W|^2 / (2 v) - |b|^2 / (2 c^2 v)  until it stands
-still; log p of probit and logistic is eq. (5) by the trapezoid rule, c = 7 is the defaults' scale of MNIST's biases.
-Every v is fitted without each of three tenths of the training rows, and with all of them. `best_moment` is the best of
-all looks on the way, 25 iterations apart. Test rows choose nothing that is used anywhere: their best is what no honest
-choice exceeds.
+Full-batch L-BFGS in float64 on  sum_n log p(y_n | W x_n + b) - |W|^2 / (2 v) - |b|^2 / (2 c^2 v)  to convergence;
+log p of probit and logistic is eq. (5) by the trapezoid rule, c = 7 is the defaults' scale of MNIST's biases. Every v
+is fitted without each of three tenths of the training rows, and with all of them. `best_moment` is the best of all
+evaluations, 25 iterations apart. The values chosen on test rows are an upper limit only and used nowhere else.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a step of a head over ranks would cost on more ranks than there are here, on paper.
+"""A cost model of a step of a head over ranks, for more ranks than are available.
 
     python -m benchmarks.studies.shard_costs --output benchmarks/results/shard_costs.csv
 
     T(exchange, R) = sum over its collectives of [ latency(R) + bytes(R) / bandwidth ]  +  operations(R)
 
-`collectives` lists what a step of a softmax with a row optimiser sends (tests compare it with what `Ranks` counts).
-Measured here, by gloo on this machine: each collective at several sizes, steps of one process, and, to see how far the
-formula is right, steps of two ranks. `GPUS` has published figures of GPUs with NVLink and InfiniBand in place of them.
-`table` and `published` make the tables of docs/distributed.md.
+`collectives` lists what a step of a softmax with a row optimiser sends (tests compare it with the counters of `Ranks`).
+Measured with gloo on this machine: each collective at several sizes, steps of one process, and, to validate the model,
+steps of two ranks. `GPUS` has published figures of GPUs with NVLink and InfiniBand instead. `table` and `published`
+generate the tables of docs/distributed.md.
 """
 
 from __future__ import annotations

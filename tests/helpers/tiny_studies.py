@@ -69,11 +69,11 @@ if __name__ == "__main__":
     pause, sys.argv[1:] = float(sys.argv[1]), sys.argv[2:]
     install()
     cells.CHECKPOINT_SECONDS = 0.0
-    look_at = cells.look_at
+    evaluate_point = cells.evaluate_point
 
-    def slow_look(*args: Any) -> dict[str, float]:
+    def slow_evaluation(*args: Any) -> dict[str, float]:
         time.sleep(pause)
-        return look_at(*args)
+        return evaluate_point(*args)
 
-    cells.look_at = slow_look
+    cells.evaluate_point = slow_evaluation
     app()

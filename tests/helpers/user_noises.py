@@ -21,7 +21,7 @@ class Laplace(Noise):
         return -eps.abs() - math.log(2.0)
 
     def log_cdf(self, eps: Tensor) -> Tensor:
-        # Both sides are computed everywhere, so each sees only inputs it can bear: far below 0, e^-ε would overflow.
+        # Both sides are computed everywhere, so each gets inputs where it is finite: far below 0, e^-ε would overflow.
         above = torch.log1p(-0.5 * torch.exp(-eps.clamp(min=0.0)))
         return torch.where(eps < 0.0, eps - math.log(2.0), above)
 
@@ -39,7 +39,7 @@ class StudentT3(Noise):
 
     def log_cdf(self, eps: Tensor) -> Tensor:
         below = eps < 0.0
-        a = torch.where(below, -eps, eps) / math.sqrt(3.0)  # |ε| / √3, but with a slope at 0
+        a = torch.where(below, -eps, eps) / math.sqrt(3.0)  # |ε| / √3, but with a gradient at 0
         log_tail = self._log_x_minus_sin(2.0 * torch.atan2(torch.ones_like(a), a)) - math.log(2.0 * math.pi)
         return torch.where(below, log_tail, torch.log1p(-torch.exp(log_tail)))
 

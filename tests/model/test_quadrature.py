@@ -9,7 +9,7 @@ from torch import Tensor
 from augment_reduce.model import quadrature
 from augment_reduce.model.noise import Gumbel, Logistic, Noise, Normal
 from augment_reduce.model.quadrature import (
-    Crowd,
+    MaxUtility,
     bin_width,
     log_likelihood,
     log_likelihood_and_grad,
@@ -196,7 +196,7 @@ def test_gradient_of_many_classes_agrees_with_differences(noise):
 @each_noise([Gumbel(), Normal(), Logistic(), StudentT3()])
 def test_interpolated_classes_sum_to_what_all_classes_do(noise):
     psi = scores("close", 3, 4000)
-    few, all_classes = Crowd(noise, psi, bin_width(noise, psi.device)), Crowd(noise, psi, None)
+    few, all_classes = MaxUtility(noise, psi, bin_width(noise, psi.device)), MaxUtility(noise, psi, None)
     assert few.at.shape[1] < 1000
     assert all_classes.at.shape[1] == 4000
     v = psi.amax(1, keepdim=True) + torch.tensor([-3.0, 0.0, 1.7, 12.0, 60.0], dtype=torch.float64)

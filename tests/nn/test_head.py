@@ -259,7 +259,7 @@ def test_under_a_floor_pulls_and_lifts_still_balance(monkeypatch):
         @staticmethod
         def forward(*arguments):
             loss, saved = _step.forward(*arguments)
-            sums.append(float((saved.pull.sum(1) - saved.lift).mean()))
+            sums.append(float((saved.grad_class.sum(1) - saved.grad_label).mean()))
             return loss, saved
 
     monkeypatch.setattr(head_module, "backend_for", lambda *_: Spy)
@@ -271,16 +271,17 @@ def test_under_a_floor_pulls_and_lifts_still_balance(monkeypatch):
 
 
 def test_floor_bounds_what_a_row_can_do():
-    """c far too low: without the floor the gradient explodes, with it the row's pulls sum to at most e^floor."""
+    """c far too low: without the floor the gradient explodes, with it the gradients by class of a row sum to at most
+    e^floor."""
     hidden, weight, bias, target = problem(torch.float32)
     parts = torch.full((1, B), -20.0)
     for floor, most in ((None, math.inf), (1.0, math.e), (0.0, 1.0)):
         step = make_step("softmax", target, every_class(), parts)
         step.floor = floor
         _, saved = _step.forward(step, hidden, weight, bias)
-        pulls = saved.pull.sum(1)
-        assert (pulls <= most).all()
-        assert (pulls > 1e4).all() if floor is None else step.tally[1] == B
+        total = saved.grad_class.sum(1)
+        assert (total <= most).all()
+        assert (total > 1e4).all() if floor is None else step.tally[1] == B
 
 
 def test_floor_zero_is_sampled_softmax():

@@ -23,7 +23,7 @@ def nodes_of(noise_name, head, psi_y):
 
 
 def value_of_first_row(head, psi, labels, drawn, expected, group=None, ignored=()):
-    """(bound, pulls by class (K,), lift) of row 0, whose scores psi (K,) and label are fixed."""
+    """(bound, grad_class (K,), grad_label) of row 0, whose scores psi (K,) and label are fixed."""
     usable = torch.tensor([b not in ignored for b in range(len(labels))])
     every = torch.cat([drawn, labels])
     columns = with_labels(drawn, labels, usable, group, expected[every], (COUNTS / COUNTS.sum()).double()[every], None)
@@ -32,15 +32,15 @@ def value_of_first_row(head, psi, labels, drawn, expected, group=None, ignored=(
     found = objective(
         head.noise, psi[None, columns.classes].clone(), psi_y, own, log_weight, nodes_of(None, head, psi_y), None
     )
-    by_class = torch.zeros(K, dtype=torch.float64).index_add_(0, columns.classes, found.pull[0])
-    return torch.cat([found.bound, by_class, found.lift])
+    by_class = torch.zeros(K, dtype=torch.float64).index_add_(0, columns.classes, found.grad_class[0])
+    return torch.cat([found.bound, by_class, found.grad_label])
 
 
 def full(head, psi, label):
     psi_y = psi[label][None]
     own = F.one_hot(label[None], K).bool()
     found = objective(head.noise, psi[None].clone(), psi_y, own, torch.zeros(K), nodes_of(None, head, psi_y), None)
-    return torch.cat([found.bound, found.pull[0], found.lift])
+    return torch.cat([found.bound, found.grad_class[0], found.grad_label])
 
 
 @pytest.mark.parametrize("group", [None, [0, 0, 1], [0, 1, 1], [5, 5, 5]], ids=str)

@@ -133,7 +133,7 @@ WAYS = {
 def test_an_exception_in_the_caller_falls_between_two_steps(settings, way, monkeypatch, tmp_path):
     X, y = rows()
     what, expected, times = way
-    monkeypatch.setattr(interrupts, "INSIST", 1e9)  # however long this machine takes for a step
+    monkeypatch.setattr(interrupts, "FORCE_AFTER", 1e9)  # however long this machine takes for a step
     whole = classifier(**settings).fit(X, y)
     for call in (1, 5):
         clf = classifier(**settings)
@@ -149,7 +149,7 @@ def test_an_exception_in_the_caller_falls_between_two_steps(settings, way, monke
 def test_whoever_insists_has_the_exception_raised_in_the_step(monkeypatch, tmp_path):
     """A step that does not end: the second Ctrl-C reaches it, and the model says that it is torn."""
     X, y = rows()
-    monkeypatch.setattr(interrupts, "INSIST", 0.0)
+    monkeypatch.setattr(interrupts, "FORCE_AFTER", 0.0)
     clf = classifier()
 
     def never_ends():

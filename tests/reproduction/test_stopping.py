@@ -11,8 +11,8 @@ import pytest
 
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.reproduction import cells, runner, sources
-from augment_reduce.reproduction.board import Board
 from augment_reduce.reproduction.cells import Cell, run_cell
+from augment_reduce.reproduction.progress import CellProgress
 from augment_reduce.reproduction.store import Store
 from tests.helpers import tiny_studies
 from tests.helpers.tiny_studies import command, quiet
@@ -30,8 +30,8 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def timeless(record: dict) -> dict:
     """A cell's numbers without the clock's."""
     metrics = {name: value for name, value in record["metrics"].items() if name not in CLOCK}
-    looks = [{name: value for name, value in look.items() if name != "seconds"} for look in record["looks"]]
-    return {"metrics": metrics, "looks": looks, "weights": record["weights_sha256"]}
+    points = [{name: value for name, value in point.items() if name != "seconds"} for point in record["looks"]]
+    return {"metrics": metrics, "looks": points, "weights": record["weights_sha256"]}
 
 
 def run_slowly(folder: Path, *arguments: str) -> subprocess.Popen:
@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("stop_at", [1, 4])
-def test_interrupted_between_looks_resumes_to_the_same_bits(tmp_path, stop_at):
+def test_interrupted_between_evaluations_resumes_to_the_same_bits(tmp_path, stop_at):
     cell = Cell("mnist", "one-vs-each", 3, asked=30)
     told: list[int] = []
 
@@ -111,7 +111,7 @@ def test_interrupted_between_looks_resumes_to_the_same_bits(tmp_path, stop_at):
         run_cell(cell, store, None, interrupt)
     resumed = run_cell(cell, store, None, quiet)
     assert timeless(resumed) == timeless(run_cell(cell, Store(tmp_path / "b").open(), None, quiet))
-    assert [look["iteration"] for look in resumed["looks"]] == cell.stops()
+    assert [point["iteration"] for point in resumed["looks"]] == cell.stops()
 
 
 def test_interrupted_inside_a_fit_ends_with_the_same_weights(tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_checkpoint_of_other_data_or_a_broken_one_is_not_used(tmp_path):
     clf = cell.estimator().set_params(max_iter=4).fit(source.X, source.y)
     cells.checkpoint(cell, clf, [], source, store)
     assert cells.resume(cell, source, store) is not None
-    store.save_looks(cell.key, {"data": {**source.identity, "labels_crc32": 1}, "looks": []})
+    store.save_points(cell.key, {"data": {**source.identity, "labels_crc32": 1}, "looks": []})
     assert cells.resume(cell, source, store) is None
     cells.checkpoint(cell, clf, [], source, store)
     store.model_path(cell.key).write_bytes(b"not a model")
@@ -154,7 +154,7 @@ def test_cells_in_processes_give_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.undo()  # children of their own know nothing of the miniature: random data in Bibtex's shape instead
     wanted = [Cell("bibtex-shape", method, 0, "timing", 3) for method in ("softmax", "one-vs-each")]
     store = Store(tmp_path / "two").open()
-    failures = runner.run(wanted, store, None, jobs=2, board=Board(quiet=True))
+    failures = runner.run(wanted, store, None, jobs=2, progress=CellProgress(quiet=True))
     assert failures.of == {}
     alone = run_cell(wanted[0], Store(tmp_path / "one").open(), None, quiet)
     kept = store.finished(wanted[0].key)

@@ -1,4 +1,4 @@
-"""The commands as typed, and their error handling.
+"""The commands of the command line, and their error handling.
 
 Their work is in `commands`, `reports.demo` and `reproduction.command`, imported only when a command runs: `--help`
 loads neither torch nor scikit-learn. A new command is one function under `@app.command` and `@explained`.
@@ -171,11 +171,11 @@ def fit(
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Learn from a file of labelled rows, and write a model.
+    """Train on a file of labelled rows, and write a model.
 
-    Nothing but the two files is needed: every setting left out is chosen from the shape of the data, and shown before
-    training starts. While it trains you see the [bold]bound[/], a lower bound on the log likelihood of an example: it
-    goes up, and you see how far it is below the log likelihood itself.
+    Only the two files are required: every option not given is chosen from the shape of the data, and printed before
+    training starts. The progress shows the [bold]bound[/], a lower bound on the log likelihood of an example, which
+    training maximises, and its gap to the log likelihood.
 
     [bold]Example[/]: each row has a set of labels; make every pair an example, drop labels seen fewer than 5 times.
 
@@ -222,9 +222,9 @@ def predict(
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Name the most probable classes of every row, with their probabilities.
+    """Print the most probable classes of every row, with their probabilities.
 
-    Labels in the file, if it has any, are not looked at. Rows are counted from 0. Probabilities are exact for every
+    Labels in the file, if it has any, are ignored. Rows are counted from 0. Probabilities are exact for every
     model: they are of all classes, not only of those shown.
 
     [bold]Example[/]: the three best classes of each row, for a spreadsheet.
@@ -274,13 +274,13 @@ def evaluate(
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Say how good a model is on labelled rows that it has not seen.
+    """Evaluate a model on labelled rows that were not used in training.
 
-    Log likelihood (mean log probability of the right label, exact), perplexity, accuracy and calibration error (how far
-    the probability of the first guess is from the share of guesses that are right) are over examples. Precision at k is
-    over rows, against all labels of a row: the share of right ones among the k most probable.
+    Log likelihood (mean log probability of the label, exact), perplexity, accuracy and calibration error (difference of
+    the most probable class's probability and the accuracy) are over examples. Precision at k is over rows, against all
+    labels of a row: the share of correct labels among the k most probable classes.
 
-    [bold]Example[/]: sets of labels, some of them too rare to have been learned.
+    [bold]Example[/]: sets of labels, some of them unknown to the model.
 
     [cyan]augment-reduce evaluate model.safetensors test.txt.gz --reduction all --skip-unseen[/]
     """
@@ -318,8 +318,9 @@ def convert(
 ) -> None:
     """Write the rows of a text file as a folder of arrays that [bold]fit[/] maps into memory.
 
-    For rows that are larger than memory: neither this nor a fit to the folder needs memory that grows with the rows but
-    for a few numbers each. [bold]fit[/], [bold]evaluate[/] and [bold]predict[/] take the folder in place of a file.
+    For rows larger than memory: the memory of this command and of a fit to the folder does not grow with the rows,
+    except for a few numbers a row. [bold]fit[/], [bold]evaluate[/] and [bold]predict[/] accept the folder instead of a
+    file.
 
     [bold]Example[/]: each row has a set of labels; every pair becomes an example.
 
@@ -351,10 +352,10 @@ def demo(
     ] = False,
     debug: opt.Debug = False,
 ) -> None:
-    """What will this package depend on? The whole round on real data, in about a minute.
+    """What will this package depend on? All commands on real data, in about a minute.
 
-    Learns from 41,172 Debian packages which of 5,694 others each one needs, judging by its name, description, section
-    and maintainer; then says how good it is, draws the bound and the likelihood over time, and predicts for a few.
+    Trains on 41,172 Debian packages to predict which of 5,694 others each one needs from its name, description, section
+    and maintainer; then evaluates the model, draws the bound and the likelihood over time, and predicts for a few.
 
     [bold]Example[/]:
 

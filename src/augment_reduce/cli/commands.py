@@ -1,4 +1,4 @@
-"""What the commands do: files in, a model file or numbers out. (`app` parses, `show` prints.)
+"""The commands' work: files in, a model file or numbers out. (`app` parses, `show` prints.)
 
 Imported only when a command runs, so that `--help` stays quick.
 """
@@ -63,7 +63,7 @@ def fit_file(
 def _mapped(
     data: Path, reading: Reading, known: AugmentReduceClassifier | None, min_count: int, model: AugmentReduceClassifier
 ) -> tuple[MappedData, int, Sequence[str] | None, int]:  # fmt: skip
-    """(a folder of rows, how many there are, names of their features, bytes of a model of them)."""
+    """(a folder of rows, their number, names of their features, bytes of a model of them)."""
     if min_count > 1:
         raise ValueError(f"Rare labels of {data} are dropped when it is converted: pass min_count to convert.")
     rows = read_mapped(data, reading, known)
@@ -126,7 +126,7 @@ def _resumed_model(path: Path, parameters: dict[str, Any]) -> AugmentReduceClass
 
 
 def _check_same_rows(model: AugmentReduceClassifier, data: Path, n_rows: int) -> None:
-    """Refuse other rows than those of training: each has a q of its own."""
+    """Refuse other rows than those of training: q is stored for each row."""
     known = {len(values) for values in model._fitted.local.values()}
     if known and known != {n_rows}:
         raise DataFileError(

@@ -111,7 +111,7 @@ ModelFile = Annotated[
     Path,
     typer.Argument(metavar="MODEL", help="A model file written by [bold]augment-reduce fit[/].", show_default=False),
 ]
-Format = Annotated[Formats, typer.Option(help="Of the data file; [bold]auto[/] looks into it.", rich_help_panel=FILES)]
+Format = Annotated[Formats, typer.Option(help="Of the data file; [bold]auto[/] detects it.", rich_help_panel=FILES)]
 LabelColumn = Annotated[
     str | None,
     typer.Option(
@@ -142,7 +142,7 @@ KeepIndex = Annotated[
     bool,
     typer.Option(
         "--keep-index",
-        help="csv: take a first column without a name for a feature, even if it numbers the rows.",
+        help="csv: read a first column without a name as a feature, even if it numbers the rows.",
         rich_help_panel=FILES,
     ),
 ]
@@ -179,7 +179,7 @@ LabelNames = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Names for label numbers, one a line: line i names label i - 1. The model then speaks in names.",
+        help="Names for label numbers, one a line: line i names label i - 1. The model stores and prints the names.",
         show_default=False,
         rich_help_panel=FILES,
     ),
@@ -236,7 +236,7 @@ ClassWeight = Annotated[
 Preset = Annotated[
     Presets | None,
     typer.Option(
-        help="[bold]paper[/]: the authors' code as they ran it; [bold]paper-text[/]: the paper to the letter. "
+        help="[bold]paper[/]: the authors' code as they ran it; [bold]paper-text[/]: the text of the paper. "
         "[dim]Default: our own choices.[/dim]",
         show_default=False,
         rich_help_panel=TRAINING,
@@ -245,7 +245,7 @@ Preset = Annotated[
 NSampledClasses = Annotated[
     int | None,
     typer.Option(
-        help="How many classes stand for all the others in a step: more is less noise, and slower. " + SHAPE,
+        help="Number of sampled classes in a step: more classes give less noise, and are slower. " + SHAPE,
         show_default=False,
         rich_help_panel=TRAINING,
     ),
@@ -253,7 +253,7 @@ NSampledClasses = Annotated[
 ClassSampling = Annotated[
     Samplings | None,
     typer.Option(
-        help="Uniform, by frequency, or looking where it matters; for each row, or [bold]-shared[/] by the minibatch. "
+        help="Uniform, by frequency, or by the features; for each row, or [bold]-shared[/] by the minibatch. "
         "[dim]Default: auto: all up to 2,000 classes, above candidates-shared, or head-tail-shared where dense.[/dim]",
         show_default=False,
         rich_help_panel=TRAINING,
@@ -291,7 +291,7 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="MODEL",
-        help="Go on training this model on the same data, for as long again.",
+        help="Resume the training of this model on the same data, by default for the same number of epochs.",
         show_default=False,
         rich_help_panel=TRAINING,
     ),
@@ -329,21 +329,21 @@ ValidationFraction = Annotated[
 OutputModel = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", metavar="MODEL", help="Where the model goes; an old file is replaced only if all goes well.",
+        "--output", "-o", metavar="MODEL", help="The model file; an existing file is replaced after the fit.",
         show_default=False, rich_help_panel=OUTPUT,
     ),
 ]  # fmt: skip
 OutputTable = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="Where the predictions go; - is the screen.", rich_help_panel=OUTPUT
+        "--output", "-o", metavar="FILE", help="The file of predictions; - is standard output.", rich_help_panel=OUTPUT
     ),
 ]
 Reliability = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Draw how often the model is right against how sure it is: a png, svg or pdf file.",
+        help="Draw accuracy against confidence (a reliability diagram): a png, svg or pdf file.",
         show_default=False,
         rich_help_panel=OUTPUT,
     ),

@@ -151,7 +151,7 @@ def _named(path: Path, y: np.ndarray, found: LabelledRows, reading: Reading) -> 
 
 
 def _zero_based(path: Path, format: str, reading: Reading, model: AugmentReduceClassifier | None) -> Any:
-    """As the user or a comment of the file says; else detected, or, given a model, as in its training file (see
+    """As given by the user or by a comment of the file; else detected, or, for a model, as in its training file (see
     `feature_names`)."""
     if reading.zero_based is not None:
         return reading.zero_based
@@ -199,7 +199,7 @@ def _csv_columns(
 
 
 def _known_columns(path: Path, reading: Reading, known: Sequence[str], need_labels: bool) -> dict[str, Any]:
-    """`_csv_columns` for a model with feature names: the first line is the header, whatever it looks like."""
+    """`_csv_columns` for a model with feature names: the first line is always the header."""
     header, _ = csv_header(path, header=reading.header is not False)
     missing = [name for name in known if name not in header]
     if missing:

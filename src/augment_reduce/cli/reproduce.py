@@ -1,4 +1,4 @@
-"""`augment-reduce reproduce` as typed; its work is imported when it runs."""
+"""`augment-reduce reproduce` with its arguments; its work is imported when it runs."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def reproduce(
         bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:  # fmt: skip
-    """Run section 4 of the paper again: its tables, its figure, the synthetic study, beside what it printed.
+    """Reproduce section 4 of the paper: tables, figure and synthetic study, compared with the published numbers.
 
-    Every finished cell (a dataset, a method, a seed) is kept in the output folder, and the same command goes on where
-    it was stopped, also in the middle of a cell. Writes report.html, results.json, csv files, figure2.png and .pdf.
+    Every finished cell (a dataset, a method, a seed) is kept in the output folder, and the same command resumes an
+    interrupted run, also within a cell. Writes report.html, results.json, csv files, figure2.png and .pdf.
 
     [bold]Example[/]: the Bibtex row of table 3, a few minutes.
 

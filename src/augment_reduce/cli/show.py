@@ -101,7 +101,7 @@ def evaluation(result: dict[str, Any]) -> None:
     )
 
 
-# ---- predictions, row by row as the blocks come, so that nothing large is held ----
+# ---- predictions, streamed row by row ----
 
 
 def predictions(stream: IO[str], blocks: Blocks, layout: str) -> None:

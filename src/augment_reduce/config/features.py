@@ -137,8 +137,8 @@ def _moments_of_sparse(
 def _parts_of_sparse(
     X: SparseRows, rows: np.ndarray, of_row: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Features, values and their rows' weights, some rows at a time. Rows in memory are gone through in their order,
-    those that are not asked for with weight zero: nothing of them is copied."""
+    """Features, values and their rows' weights, by blocks of rows. Rows in memory are processed in order, with weight
+    zero for those that are not selected, to avoid a copy."""
     if isinstance(X, MappedRows):
         for part in X.parts(rows):
             own, _ = X.loaded(rows[part])

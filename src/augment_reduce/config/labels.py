@@ -9,7 +9,7 @@ from sklearn.utils import compute_class_weight
 
 
 class Coded(NamedTuple):
-    """Labels by number: row n has the label `classes[codes[n]]`; the classes are in ascending order, each once."""
+    """Encoded labels: row n has the label `classes[codes[n]]`; the classes are sorted and unique."""
 
     codes: np.ndarray
     classes: np.ndarray
@@ -19,7 +19,7 @@ class Coded(NamedTuple):
 
 
 def classes_of(y: np.ndarray | Coded) -> tuple[np.ndarray, np.ndarray]:
-    """The classes that occur, and the number of each row's among them."""
+    """The classes that occur, and the class number of each row."""
     if not isinstance(y, Coded):
         return _numbered(y) if y.dtype.kind in "iu" and len(y) else np.unique(y, return_inverse=True)
     occurs = np.bincount(y.codes, minlength=len(y.classes)) > 0
@@ -29,7 +29,7 @@ def classes_of(y: np.ndarray | Coded) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbered(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As np.unique, of whole numbers: by counting where they lie close together, in a third of the memory."""
+    """As np.unique, for integers: by counting if their range is small, in a third of the memory."""
     low, high = int(y.min()), int(y.max())
     if high - low >= 2 * len(y) or not -(2**62) < low <= high < 2**62:
         return np.unique(y, return_inverse=True)
@@ -75,7 +75,7 @@ def encode(classes: np.ndarray, y: np.ndarray | Coded) -> np.ndarray:
         y = y.astype(object)
     try:
         codes = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
-    except TypeError:  # text among numbers or vice versa cannot be ordered, so it is none of the classes
+    except TypeError:  # text and numbers cannot be compared, so it is none of the classes
         codes = np.zeros(len(y), dtype=np.int64)
     unseen = np.flatnonzero(classes[codes] != y)
     if len(unseen):

@@ -1,4 +1,4 @@
-"""Validation of memory-mapped rows: what scikit-learn's checks do to arrays in memory, without a copy of them."""
+"""Validation of memory-mapped rows: scikit-learn's checks of arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .labels import Coded
 
 
 def rows_and_labels(X: Any, y: Any) -> tuple[Any, Any]:
-    """X and y; those of X where it has both, and y was not given. Labels that are stored by number stay numbers."""
+    """X and y, both taken from X if y is not given. Encoded labels stay encoded."""
     if y is not None or hasattr(X, "shape") or not (hasattr(X, "X") and hasattr(X, "y")):
         return X, y
     coded = getattr(X, "coded", None) if is_mapped(X.X) else None
@@ -21,7 +21,7 @@ def rows_and_labels(X: Any, y: Any) -> tuple[Any, Any]:
 
 
 def checked(estimator: Any, X: Any, y: Any, *, reset: bool) -> Any:
-    """The labels of memory-mapped rows, as an array of one dimension."""
+    """The labels of memory-mapped rows, as a one-dimensional array."""
     check_features(estimator, X, reset=reset)
     if isinstance(y, Coded):
         check_consistent_length(X, y.codes)
@@ -33,7 +33,8 @@ def checked(estimator: Any, X: Any, y: Any, *, reset: bool) -> Any:
 
 
 def check_features(estimator: Any, X: Any, *, reset: bool) -> None:
-    """Refuse memory-mapped rows of another kind or number of features. `MappedRows.of` looks at the entries."""
+    """Refuse memory-mapped rows with other feature names or another number of features. `MappedRows.of` checks the
+    entries."""
     if X.data.dtype.kind not in "biuf":
         raise ValueError(
             f"Expected memory-mapped rows of real numbers, found {X.data.dtype}. Write them as float32 or float64."

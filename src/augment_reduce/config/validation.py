@@ -1,4 +1,4 @@
-"""Validation of parameters, labels and memory: what cannot be fitted is refused before anything is allocated.
+"""Validation of parameters, labels and memory, before anything large is allocated.
 
 Every message says what was expected, what was found, where, and what to do.
 """
@@ -69,8 +69,8 @@ def memory_bytes(settings: Settings, shape: Shape, early_stopping: bool, exact: 
     kept = settings.local.numbers_a_row if settings.local is not None and settings.local.remembers else 0
     sizes["per-row state"] = shape.n_rows * kept * item
     sizes["class sampler"] = settings.sampler.bytes(shape.n_rows, shape.n_features)
-    sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # for duplicates; 24 of these stay
-    sizes["order of the rows"] = 20 * shape.n_rows  # two epochs, if a call crosses from one into the next
+    sizes["rows compared"] = 70 * shape.n_rows if shape.sparse else 0  # to find duplicates; 24 of these remain
+    sizes["order of the rows"] = 20 * shape.n_rows  # of two epochs, if a call spans both
     sizes["tables of features"] = (32 + item) * shape.n_features
     sizes["one step"] = per_step
     sizes["looks"] = 64 * min(256 * shape.n_classes, 2_000_000)
@@ -106,7 +106,7 @@ def check_memory(
     n_here: int | None = None,
 ) -> int:  # fmt: skip
     """Refuse a fit that does not fit into memory, before anything is allocated; return its total bytes, including what
-    a continued fit has already allocated. `n_here`: classes of this process, where others have the rest."""
+    a continued fit has already allocated. `n_here`: number of classes of this process, if sharded."""
     sizes = memory_bytes(settings, shape, early_stopping, exact)
     if n_here is not None and n_here < shape.n_classes:
         for name in sizes.keys() & {"weights", "optimiser state", "best weights so far"}:
@@ -144,7 +144,7 @@ def check_prediction(needed: int, n_rows: int, n_classes: int) -> None:
 
 
 def ranks_of(process_group: Any) -> Ranks:
-    """The processes that share the classes: of None, a group of one process too, this one alone."""
+    """The processes that share the classes: for None and for a group of one, this process."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and not is_mesh(process_group):
         raise TypeError(
             "Expected process_group to be None, a torch.distributed.ProcessGroup or a one-dimensional DeviceMesh, "
@@ -165,7 +165,7 @@ def is_mesh(value: Any) -> bool:
 
 
 def check_over_ranks(settings: Settings) -> None:
-    """Refuse what needs the weights or gradients of all classes in one process."""
+    """Refuse parameters that need the weights or gradients of all classes in one process."""
     sampler = settings.sampler
     if not sampler.over_ranks or sampler.observes:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""numpy's npz archives and npy files: dense arrays, or a matrix as scipy.sparse.save_npz writes it, with labels
-beside it or in a file of their own."""
+"""numpy's npz archives and npy files: dense arrays, or a matrix as scipy.sparse.save_npz writes it, with labels in the
+same or in a separate file."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def checked_labels(
 
 
 def read_labels(path: PathLike, n_rows: int) -> tuple[np.ndarray | None, sparse.csr_matrix | None]:
-    """The labels of `n_rows` rows from a file of their own: one a row, or sets of them as a sparse (N, K) matrix.
+    """The labels of `n_rows` rows from a separate file: one a row, or sets of them as a sparse (N, K) matrix.
 
     An npz archive (`y`, or what scipy.sparse.save_npz writes: each entry that is not zero is a label), an npy file, or
     text with a label on each line.

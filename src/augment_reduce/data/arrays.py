@@ -1,5 +1,5 @@
-"""Arrays from numpy's `.npy` files and `.npz` archives. Nothing is unpickled, and no memory is allocated on the word of
-a header: it grows with the bytes that are read."""
+"""Arrays from numpy's `.npy` files and `.npz` archives. Nothing is unpickled, and memory is allocated for the bytes
+read, not for the sizes in a header."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ AGAIN = "Write it again, or check with pyarrow that it can be read."
 
 
 class ArrowRows:
-    """The rows of Parquet or Arrow files: an iterable of blocks (X, y), or (X, y, weight), that can be gone through
-    again and again; no more than a row group of the columns asked for is in memory.
+    """The rows of Parquet or Arrow files: a re-iterable of blocks (X, y), or (X, y, weight); at most one row group of
+    the selected columns is in memory.
 
         rows = ArrowRows("train/", label="kind")
         clf.fit_stream(rows, classes=rows.classes())  # or write_mapped("train-rows", rows), then clf.fit
@@ -237,7 +237,7 @@ def _is_list(column: Any) -> bool:
 
 
 def _lists(path: Path, first: int, name: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(where each row's numbers end, beginning with 0; all numbers)."""
+    """(row offsets, beginning with 0; all numbers)."""
     column = _without_nulls(path, first, name, column)
     if not _is_list(column):
         raise DataFileError(path, where=f"column {name!r}", expected="lists of numbers", found=str(column.type))

@@ -1,7 +1,7 @@
 """From a text file of rows to a folder of mapped rows (`mapped`), in memory that does not grow with the file.
 
-The rows are written as they are read. What is known at the end only is done then, in passes over what was written: what
-the labels are and in which order, whether features count from 0 or 1, which rows a reduction or `min_count` takes.
+The rows are written as they are read. The order of the labels, whether features count from 0 or 1, and the rows
+selected by a reduction or `min_count` are known at the end only, and applied in passes over the written files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONVERTED = ("svmlight", "xml", "csv")
 
 @dataclass
 class Converted:
-    """A file as far as it has been read: rows in `files`, labels in columns of their own."""
+    """A partially read file: rows in `files`, labels in separate columns."""
 
     files: RowFiles
     ids: Column  # of the labels, row by row: numbers in the order in which they occurred, or those of the file
@@ -221,7 +221,7 @@ def _finish_labels(
 
 
 def _in_order(path: PathLike, found: Converted) -> np.ndarray:
-    """The labels that occur, in ascending order; `ids` become their places in it."""
+    """The labels that occur, in ascending order; `ids` become their indices in it."""
     if found.tokens is None:
         values = np.empty(0, np.int64)
         for part in found.ids.parts():
@@ -272,7 +272,7 @@ def _require_one_each(path: PathLike, found: Converted) -> None:
 
 
 def _examples(found: Converted, reduction: str | None) -> Iterator[tuple[IntArray, IntArray]]:
-    """(rows, labels) of the examples, some rows at a time; a label written twice in a row counts once."""
+    """(rows, labels) of the examples, by blocks of rows; a label that is repeated in a row counts once."""
     begin = first = 0
     for counts in found.counts.parts():
         end = begin + int(counts.sum())

@@ -1,10 +1,10 @@
-"""Rows on disk, as large as the disk: a folder of npy files that are memory-mapped, never read as a whole.
+"""Rows larger than memory: a folder of npy files that are memory-mapped, never read as a whole.
 
     data.npy, indices.npy, indptr.npy    the CSR arrays of X (N, D)
     labels.npy                           a number in 0..K-1 for every row; missing if the rows have no labels
     classes.json                         the K labels by number, ascending
     feature_names.json                   the names of the D features, if they have any
-    meta.json                            shape, dtypes and lengths; what the files have to agree with
+    meta.json                            shape, dtypes and lengths of the files
 
 Nothing is pickled. The lengths of all files and the numbers of `indptr` and `labels` are checked when the folder is
 opened; the entries themselves when they are used.
@@ -32,7 +32,7 @@ META, CLASSES, FEATURES = "meta.json", "classes.json", "feature_names.json"
 ARRAYS = ("data", "indices", "indptr", "labels")
 KINDS = {"data": "biuf", "indices": "iu", "indptr": "iu", "labels": "iu"}
 CLASS_KINDS: dict[str, type | tuple[type, ...]] = {"text": str, "int64": int, "float64": (int, float)}
-AT_ONCE = 1 << 16  # numbers of a mapped array that are looked at together
+AT_ONCE = 1 << 16  # numbers of a mapped array checked at a time
 LARGEST = 2**62
 AGAIN = "Convert the rows again (augment-reduce convert), or copy the whole folder again."
 

@@ -148,7 +148,7 @@ class Column:
             self.offset = self._write_header(file)
 
     def _write_header(self, file: BinaryIO) -> int:
-        """Where the numbers begin: numpy leaves room in the header for any length."""
+        """The offset of the numbers: numpy's header has space for any length."""
         entry = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(file, entry)
         return file.tell()
@@ -159,7 +159,7 @@ class Column:
         self.length += len(values)
 
     def widen(self, dtype: np.dtype) -> None:
-        """Write what there is in another dtype."""
+        """Convert the stored numbers to another dtype."""
         wider = Column(self.path.with_suffix(".wider"), dtype)
         for part in self.parts():
             wider.add(part)
@@ -264,7 +264,7 @@ class RowFiles:
             first = part.stop
 
     def moved(self, name: str) -> RowFiles:
-        """These files in a folder inside of theirs, which goes with them."""
+        """These files moved to a subfolder of their folder, which is removed with it."""
         inside = self.folder / name
         inside.mkdir()
         moved = copy.copy(self)

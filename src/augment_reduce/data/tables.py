@@ -29,7 +29,7 @@ from augment_reduce.data.sparse_lines import IntArray
 from augment_reduce.data.sparse_text import label_values
 
 CSV_BLOCK = 2048  # rows converted at a time
-LOOKED_AT = 1000  # rows compared with the first line, to decide whether it is a header
+ROWS_COMPARED = 1000  # rows compared with the first line, to decide whether it is a header
 SEPARATOR_LINE = re.compile(r"sep=(.)\s*")  # Excel's byte-order mark
 
 Record = tuple[int, list[str]]  # number of its last line, fields
@@ -156,7 +156,7 @@ def _header(
     names = [cell.strip() for cell in fields]
     by_name = [column for column in (label_column, *ignore_columns) if isinstance(column, str)]
     if header == "auto" and not any(column in names and not column.isdigit() for column in by_name):
-        ahead = list(itertools.islice(records, LOOKED_AT))
+        ahead = list(itertools.islice(records, ROWS_COMPARED))
         records = itertools.chain(ahead, records)
         label_at = None if label_column is None else _position(names, label_column)
         header, sure = names_columns(names, [row for _, row in ahead], label_at)

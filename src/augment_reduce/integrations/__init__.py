@@ -1,1 +1,1 @@
-"""Other people's libraries, one module each; none of them is needed by anything else here."""
+"""Integrations with other libraries, one optional module each."""

@@ -3,12 +3,11 @@
     from augment_reduce.integrations.transformers import patch
 
     model = patch(AutoModelForCausalLM.from_pretrained(name), class_counts=token_counts)
-    Trainer(model, ...).train()              # in training logits are never formed; in evaluation all is as before
+    Trainer(model, ...).train()              # no logits in training; evaluation is unchanged
     model.save_pretrained(folder)            # loads anywhere, patched or not
 
-The model keeps its class's name, its weights and its place in memory; only its `forward` differs, and only in train()
-with labels: the network runs as it is with a stand-in for the output layer that hands its input on, and the head turns
-that into the loss.
+The model keeps its class name, weights and identity; only `forward` differs, and only in train() with labels: the
+output layer is replaced by an identity that captures its input, from which the head computes the loss.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ OLD_NAMES = {CAUSAL: "LMHeadModel", SEQUENCE: "ForSequenceClassification"}
 
 
 def patch(model: Any, *, noise: str | Noise = "softmax", **settings: Any) -> Any:
-    """The same model, its output layer an `AugmentReduceHead` with these `settings`; see there.
+    """Replace the output layer by an `AugmentReduceHead` with these `settings`, in place; returns the model.
 
-    `class_counts` (K,), how often each token or label occurs in the training rows, is worth the counting: without it
-    classes are drawn uniformly, and labels of other rows do not join. With an `optimizer` of its own the head's rows
-    move in the backward pass and the trainer's optimiser does not see them; tied weights need `optimizer=None`.
+    Pass `class_counts` (K,), the number of training rows of each token or label: without it classes are drawn
+    uniformly, without the labels of other rows. With an `optimizer` the head's rows are updated in the backward pass
+    and not by the trainer's optimiser; tied weights need `optimizer=None`.
     """
     kind, name = _kind_of(model), _layer_of(model)
     layer = getattr(model, name)
@@ -56,7 +55,7 @@ def patch(model: Any, *, noise: str | Noise = "softmax", **settings: Any) -> Any
 
 
 def unpatch(model: Any) -> Any:
-    """The model as it was, with the weights that it has now."""
+    """Restore the output layer, with the current weights."""
     if not isinstance(model, Patched):
         raise ValueError(f"Expected a patched model, found {type(model).__name__}.")
     name, base = model._head_name, model._base
@@ -66,7 +65,7 @@ def unpatch(model: Any) -> Any:
 
 
 class Patched:
-    """Mixed into the class of a patched model."""
+    """Mixin of the class of a patched model."""
 
     _base: type
     _head_name: str
@@ -97,11 +96,11 @@ class Patched:
 
 
 class _Captured(nn.Module):
-    """In the place of the output layer: hands its input on."""
+    """Replaces the output layer in training: returns its input."""
 
     def __init__(self, head: AugmentReduceHead) -> None:
         super().__init__()
-        self.__dict__["head"] = head  # not a child of it: nothing is registered twice
+        self.__dict__["head"] = head  # not a submodule: nothing is registered twice
         self.seen: Tensor | None = None
 
     @property
@@ -114,7 +113,7 @@ class _Captured(nn.Module):
 
 
 def _mean_over(head: AugmentReduceHead, rows: Tensor, labels: Tensor, n_items: Any) -> Tensor:
-    """The head's own mean; or, where a trainer accumulates gradients, the sum over the rows of all micro-batches."""
+    """The mean of the head's loss; with gradient accumulation divided by the number of rows of all micro-batches."""
     if n_items is None:
         return head(rows, labels)
     kept, head.reduction = head.reduction, "sum"
@@ -125,7 +124,7 @@ def _mean_over(head: AugmentReduceHead, rows: Tensor, labels: Tensor, n_items: A
 
 
 def _check_rows(model: Any, head: AugmentReduceHead, captured: _Captured, rows: Tensor) -> None:
-    """Once: what the network made of the stand-in's output are rows of it, unchanged."""
+    """Check once that the network returns rows of the captured hidden states, unchanged."""
     if getattr(model, "_rows_checked", False):
         return
     seen = captured.seen
@@ -192,7 +191,7 @@ def _is_tied(model: Any, layer: nn.Linear) -> bool:
 
 @functools.cache
 def patched_class(base: Any, kind: str, name: str) -> type:
-    """`base` with the patched forward, under the same name: what is saved says `base`."""
+    """`base` with the patched forward, under the same name, so that saved models refer to `base`."""
     original = base.forward
 
     @functools.wraps(original)

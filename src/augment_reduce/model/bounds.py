@@ -1,16 +1,16 @@
-"""The objectives: lower bounds on log p(y | psi), one row each, from sampled or from all classes.
+"""The objectives: lower bounds on log p(y | psi) of each row, from sampled or from all classes.
 
-Shapes: `gap` (B, S) holds psi_k - psi_y for the classes that stand for the rest (-inf: masked), `log_weight`
-log omega, broadcastable to it. With every other class present and log_weight = 0 each is the full sum; with a
-sampler's classes and weights it estimates that sum. A bound goes up, has one value per row, no scaling by
-N / B, and comes with its gradient by `gap` (the label's score gets minus the sum of it).
+Shapes: `gap` (B, S) is psi_k - psi_y of the sampled classes (-inf: masked), `log_weight` log omega, broadcastable to
+it. With all other classes and log_weight = 0 each is the full sum; with a sampler's classes and weights it estimates
+that sum. A bound is maximised, has one value per row, without scaling by N / B; `..._grad` is its gradient by `gap`
+(the gradient by the label's score is minus the sum).
 
     function            equation   is a bound   estimate from a sample
     softmax_bound       (8)        yes          unbiased
     noise_bound         (7)        yes          unbiased
     one_vs_each         (10)       yes          unbiased
     sampled_softmax     -          no           biased: log of an estimate
-    exact               (1), (5)   it is log p  needs every class
+    exact               (1), (5)   is log p     needs every class
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from .noise import Gumbel, Noise
 from .quadrature import log_likelihood_and_grad
 
-SOFTMAX = Gumbel()  # its sums are over the classes here, and there are no others
+SOFTMAX = Gumbel()  # with sums over the classes of this process only
 
 
 class Nodes(NamedTuple):
@@ -43,14 +43,14 @@ class Nodes(NamedTuple):
 
 
 def log_eta_tilde(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> Tensor:
-    """log of eta~ = 1 + sum_k omega_k exp(gap_k)   (Algorithm 1, E step); (B,). `noise` says over which classes."""
+    """log of eta~ = 1 + sum_k omega_k exp(gap_k)   (Algorithm 1, E step); (B,). `noise` sums over classes."""
     return F.softplus(noise.log_total(gap + log_weight))
 
 
 class Exponentials:
-    """e^gap_k of a sample, computed once and used by the E step, the M step and the floor alike (softmax).
+    """e^gap_k of a sample, computed once for the E step, the M step and the floor (softmax).
 
-    Held as e_k = omega_k exp(gap_k - shift) with shift = the row's largest gap, so that nothing overflows.
+    Stored as e_k = omega_k exp(gap_k - shift) with shift = the row's largest gap, to avoid overflow.
     """
 
     def __init__(self, gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> None:
@@ -66,21 +66,21 @@ class Exponentials:
         return 1.0 - log_eta - torch.exp(self.log_eta_tilde - log_eta)
 
     def softmax_bound_grad(self, log_eta: Tensor) -> Tensor:
-        """-omega_k exp(gap_k - log eta), as the function of that name. Overwrites the exponentials: ask last."""
+        """-omega_k exp(gap_k - log eta), as the function of that name. Overwrites the exponentials: call last."""
         return self.scaled.mul_(-torch.exp(self.shift - log_eta[:, None]))
 
 
 def softmax_bound(gap: Tensor, log_weight: Tensor, log_eta: Tensor) -> Tensor:
     """Eq. (8):  L = 1 - log eta - (1 + sum_{k != y} exp(gap_k)) / eta  <=  log softmax_y(psi).
 
-    Any eta > 0 gives a bound; tight at eta* = 1 + sum exp(gap). Linear in the sum, so a sampled sum keeps
-    value and gradient unbiased, given eta.
+    Any eta > 0 gives a bound; tight at eta* = 1 + sum exp(gap). Linear in the sum, so with a sampled sum
+    value and gradient are unbiased, given eta.
     """
     return 1.0 - log_eta - torch.exp(log_eta_tilde(gap, log_weight) - log_eta)
 
 
 def softmax_bound_grad(gap: Tensor, log_weight: Tensor, log_eta: Tensor) -> Tensor:
-    """dL/dgap_k = -omega_k exp(gap_k - log eta), eta held."""
+    """dL/dgap_k = -omega_k exp(gap_k - log eta), eta fixed."""
     return -torch.exp(gap + (log_weight - log_eta[:, None]))
 
 
@@ -90,7 +90,7 @@ def noise_bound(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tens
 
 
 def noise_bound_grad(noise: Noise, gap: Tensor, log_weight: Tensor, q: Nodes) -> Tensor:
-    """dL/dgap_k = -omega_k E_q[(phi / Phi)(eps - gap_k)], q held."""
+    """dL/dgap_k = -omega_k E_q[(phi / Phi)(eps - gap_k)], q fixed."""
     return noise.hazards(gap, log_weight, q.eps, q.weight).neg_()
 
 
@@ -105,7 +105,7 @@ def one_vs_each_grad(gap: Tensor, log_weight: Tensor) -> Tensor:
 
 
 def sampled_softmax(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX) -> Tensor:
-    """-log(1 + sum omega_k exp(gap_k)). Not a bound: by Jensen its mean lies above log softmax_y.
+    """-log(1 + sum omega_k exp(gap_k)). Not a bound: by Jensen's inequality its mean is above log softmax_y.
 
     With uniform classes other than y this is Botev et al. 2017.
     """
@@ -118,7 +118,7 @@ def sampled_softmax_grad(gap: Tensor, log_weight: Tensor, noise: Noise = SOFTMAX
 
 
 def exact_softmax(gap: Tensor, noise: Noise = SOFTMAX) -> Tensor:
-    """Eq. (1):  log p(y | psi) = -log(1 + sum_{k != y} exp(gap_k)), every other class in `gap`."""
+    """Eq. (1):  log p(y | psi) = -log(1 + sum_{k != y} exp(gap_k)), all other classes in `gap`."""
     return -log_eta_tilde(gap, gap.new_zeros(()), noise)
 
 

@@ -1,7 +1,7 @@
-"""A noise whose functions and sums over classes are Numba's loops over its scalar functions: for the CPU, no autograd.
+"""A noise whose functions and sums over classes are Numba loops over its scalar functions: for the CPU, no autograd.
 
-`compiled(noise)` is the noise itself where it has no scalar functions. What a user brings is compared with its torch
-functions first.
+`compiled(noise)` is the noise itself if it has no scalar functions. User-defined scalar functions are first compared
+with the torch functions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,25 @@ from torch import Tensor
 from ..kernels.cpu.noise_loops import NoiseLoops, loops_of
 from .noise import LocationScale, Noise, unmasked
 
-LOOKED_AT = (-40.0, -12.5, -5.0, -2.0, -0.75, -0.1, 0.1, 0.6, 1.5, 4.0, 9.0, 30.0)  # where scalars are compared
+CHECK_POINTS = (
+    -40.0,
+    -12.5,
+    -5.0,
+    -2.0,
+    -0.75,
+    -0.1,
+    0.1,
+    0.6,
+    1.5,
+    4.0,
+    9.0,
+    30.0,
+)  # points of the comparison
 TOLERANCE = 1e-6  # of a value, or absolute where it is below 1
 
 
 class CompiledNoise(Noise):
-    """Wraps a noise; what asks for gradients goes to the noise itself."""
+    """Wraps a noise; calls that need autograd use the noise itself."""
 
     def __init__(self, noise: Noise) -> None:
         self.original, self.loops = noise, loops_of(noise.scalars)
@@ -62,7 +75,7 @@ class CompiledNoise(Noise):
         return self.loops.hazards(*self._finite(gap, log_weight), eps, weight)
 
     def _finite(self, gap: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Scalar functions of a user's need not bear the infinity of a masked pair; ours do."""
+        """Replace the infinity of masked pairs, which user-defined scalar functions need not support."""
         if isinstance(self.scalars, str):
             return gap, log_weight
         omega, finite = unmasked(gap, log_weight)
@@ -70,7 +83,7 @@ class CompiledNoise(Noise):
 
 
 def compiled(noise: Noise) -> Noise:
-    """The noise by compiled loops, where it has scalar functions."""
+    """The noise with compiled loops, if it has scalar functions."""
     if noise.scalars is None or isinstance(noise, CompiledNoise):
         return noise
     found = CompiledNoise(noise)
@@ -80,8 +93,8 @@ def compiled(noise: Noise) -> Noise:
 
 
 def check_scalars(noise: Noise, loops: NoiseLoops) -> None:
-    """ValueError where a scalar function is another than the torch function of its name, with the point."""
-    eps = torch.tensor(LOOKED_AT, dtype=torch.float64)
+    """ValueError, with the point, if a scalar function differs from the torch function of its name."""
+    eps = torch.tensor(CHECK_POINTS, dtype=torch.float64)
     for name in loops.scalars._fields:
         expected, found = getattr(noise, name)(eps), loops.elementwise(name, eps)
         wrong = ~((found - expected).abs() <= TOLERANCE * expected.abs().clamp_min(1.0))
@@ -95,7 +108,7 @@ def check_scalars(noise: Noise, loops: NoiseLoops) -> None:
 
 
 def original(noise: Noise) -> Noise:
-    """The noise as it was given."""
+    """The noise as passed by the user."""
     return noise.original if isinstance(noise, CompiledNoise) else noise
 
 

@@ -1,6 +1,6 @@
-"""The best Gaussian q(eps) = N(mu, 1 / precision) of a row, for any noise: its nodes, and Newton towards it.
+"""The optimal Gaussian q(eps) = N(mu, 1 / precision) of a row, for any noise: its nodes, and Newton's method for it.
 
-With f(eps) = log phi(eps) + sum_k omega_k log Phi(eps - gap_k), q is best where E_q[f'] = 0 and precision = -E_q[f''].
+With f(eps) = log phi(eps) + sum_k omega_k log Phi(eps - gap_k), q is optimal if E_q[f'] = 0 and precision = -E_q[f''].
 Shapes as in `bounds`: gap (B, S), log_weight broadcastable to it, mu and precision (B,).
 """
 
@@ -17,8 +17,8 @@ from ..kernels.constants import ABOVE, BELOW, LEAST_PRECISION
 from .bounds import Nodes
 from .noise import Noise
 
-HALVINGS = 8  # of the interval around the largest gap in which Newton's start is looked for
-DAMPED = 0.7  # moves of a fit from scratch: with 1 the logistic's linear tails make them overshoot
+HALVINGS = 8  # bisections of the interval around the largest gap, for Newton's initial value
+DAMPED = 0.7  # step size of a fit from scratch: with 1 it overshoots in the logistic's linear tails
 
 
 @functools.cache
@@ -40,8 +40,8 @@ def newton_slopes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """E_q[f'], E_q[f''] (B,) at q = N(mu, 1 / precision), and omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S).
 
-    Of a noise that need not be smooth, E_q[f''] = precision E_q[(eps - mu) f'] (Stein): nodes do not see what f'' has
-    in a kink.
+    For a noise that need not be smooth, E_q[f''] = precision E_q[(eps - mu) f'] (Stein's identity), since nodes miss
+    the contribution of kinks to f''.
     """
     q = gaussian_nodes(mu, precision, n_nodes)
     slope, bend, hazard = noise.sum_slopes(gap, log_weight, q.eps, q.weight)
@@ -56,7 +56,7 @@ def newton_slopes(
 def newton_move(
     noise: Noise, gap: Tensor, log_weight: Tensor, mu: Tensor, precision: Tensor, alpha: Tensor, n_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One move of `Newton` from (mu, precision) with step size alpha (B,): new mu, new precision, and on the way
+    """One step of `Newton` from (mu, precision) with step size alpha (B,): new mu, new precision, and
     omega_k E_q[(phi / Phi)(eps - gap_k)] (B, S) at the old q, which is minus the bound's gradient by gap_k."""
     first, second, hazard = newton_slopes(noise, gap, log_weight, mu, precision, n_nodes)
     new_precision = (1.0 - alpha) * precision + alpha * (-second).clamp_min(LEAST_PRECISION)
@@ -68,11 +68,11 @@ def newton_move(
 def fit_gaussian(
     noise: Noise, gap: Tensor, log_weight: Tensor, *, n_nodes: int = 5, n_moves: int = 12
 ) -> tuple[Tensor, Tensor]:
-    """(mu, precision) of the best Gaussian q for these classes, by Newton from where the winner must lie.
+    """(mu, precision) of the optimal Gaussian q for these classes, by Newton's method.
 
-    The start is the median of what the label had to beat, eps with sum omega log Phi(eps - gap) = -log 2, and no less
-    than zero: from far below it, where q is narrow, moves are short (with a million equal rivals 40 moves had come to
-    0.1 of 4.85).
+    The initial value is the median of the largest other utility, eps with sum omega log Phi(eps - gap) = -log 2, and at
+    least zero: from far below, where q is narrow, steps are short (with a million equal classes 40 steps reached 0.1 of
+    4.85).
     """
     mu = median_of_the_best_rival(noise, gap, log_weight).clamp(min=0.0)
     precision = torch.ones_like(mu)
@@ -83,7 +83,7 @@ def fit_gaussian(
 
 
 def median_of_the_best_rival(noise: Noise, gap: Tensor, log_weight: Tensor) -> Tensor:
-    """(B,) eps where P(every rival's utility is below it) = 1/2, by halving an interval around the largest gap."""
+    """(B,) eps where P(all other utilities are below it) = 1/2, by bisection of an interval around the largest gap."""
     top = noise.largest(gap).clamp_min(0.0)  # masked pairs are -inf
     low, high = top - BELOW, top + ABOVE
     for _ in range(HALVINGS):

@@ -1,10 +1,11 @@
-"""q(eps) on a grid: nodes where a row's integrand lives, and any weights on them.
+"""q(eps) on a grid: nodes around the mode of a row's integrand, with probabilities.
 
     f(eps) = log phi(eps) + sum_k omega_k log Phi(eps - gap_k)
-    L      = sum_j q_j [f(eps_j) + log w_j - log q_j]        w_j: quadrature weights        q best: q_j ~ w_j e^f(eps_j)
+    L      = sum_j q_j [f(eps_j) + log w_j - log q_j]        w_j: quadrature weights        optimal q: q_j ~ w_j
+    e^f(eps_j)
 
-At the best q this is the quadrature of eq. (5), log int e^f: tight for every noise, up to the quadrature's error. Given
-q it is linear in the sum over classes, so that a sample estimates it without bias.
+At the optimal q this is the quadrature of eq. (5), log int e^f: tight for every noise, up to the quadrature's error.
+Given q it is linear in the sum over classes, so that the estimate from a sample is unbiased.
 
 The nodes are eps_j = mode + deviation sinh(t_j), even in t (`constants.grid_in_deviations`), with the mode of f and
 1 / deviation^2 = -f'' there.
@@ -32,11 +33,11 @@ from .noise import Noise
 
 NEAR, FAR = (2.0, 3.0), (3.0, 3.9)  # ends of the grid in t of 11 nodes and of 36; sinh(3) is 10 deviations
 ROUGH = (5.0, 5.0)  # for noises that need not be smooth and log-concave: 74 deviations
-ROUGH_NODES = 3  # times as many nodes for noises that need not be smooth and log-concave
+ROUGH_NODES = 3  # factor of the number of nodes for noises that need not be smooth and log-concave
 
 
 class Place(NamedTuple):
-    """Where the nodes of each row are (B,)."""
+    """Location and scale of each row's nodes (B,)."""
 
     mode: Tensor
     precision: Tensor  # 1 / deviation^2
@@ -54,7 +55,7 @@ def standard_grid(noise: Noise, n_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def find_place(noise: Noise, gap: Tensor, log_weight: Tensor) -> Place:
-    """The mode of f by halving a bracket around the largest gap, then Newton's method inside it."""
+    """The mode of f by bisection of a bracket around the largest gap, then Newton's method in it."""
     top = noise.largest(gap).clamp_min(0.0)  # masked pairs are -inf
     low, high = torch.full_like(top, -BELOW), top + ABOVE
     for _ in range(HALVINGS):
@@ -75,7 +76,8 @@ def find_place(noise: Noise, gap: Tensor, log_weight: Tensor) -> Place:
 
 
 def slope_at(noise: Noise, gap: Tensor, log_weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """f' (B,) at eps (B,), and -f''; of a rough f at least half of what f' falls from eps - 1 to eps + 1."""
+    """f' (B,) at eps (B,), and -f''; if f is not smooth, at least half of the decrease of f' from eps - 1 to eps +
+    1."""
     one = eps.new_ones(1)
     slope, bend, _ = noise.sum_slopes(gap, log_weight, eps[:, None], one)
     slope, bend = slope[:, 0] + noise.dlog_prob(eps), bend[:, 0] + noise.d2log_prob(eps)
@@ -99,7 +101,7 @@ def log_density(noise: Noise, gap: Tensor, log_weight: Tensor, eps: Tensor, log_
 
 
 def as_nodes(eps: Tensor, log_step: Tensor, density: Tensor) -> Nodes:
-    """q_j ~ exp(density_j), nodes with next to nothing left out. H[q] is relative to the quadrature weights."""
+    """q_j ~ exp(density_j), without nodes of negligible probability. H[q] is relative to the quadrature weights."""
     share = torch.softmax(density, dim=1)
     share = torch.where(share < LEAST_SHARE, 0.0, share)
     share = share / share.sum(dim=1, keepdim=True)
@@ -108,13 +110,13 @@ def as_nodes(eps: Tensor, log_step: Tensor, density: Tensor) -> Nodes:
 
 
 def best_grid(noise: Noise, gap: Tensor, log_weight: Tensor, n_nodes: int) -> Nodes:
-    """The best q on a grid for these classes, from scratch."""
+    """The optimal q on a grid for these classes, from scratch."""
     eps, log_step = nodes_at(noise, find_place(noise, gap, log_weight), n_nodes)
     return as_nodes(eps, log_step, log_density(noise, gap, log_weight, eps, log_step))
 
 
 def moved(place: Place, slope: Tensor, precision: Tensor, alpha: Tensor) -> Place:
-    """A Newton move towards the mode with step size alpha (B,), of at most two deviations."""
+    """A Newton step to the mode with step size alpha (B,), of at most two deviations."""
     new = torch.exp((1.0 - alpha) * place.precision.log() + alpha * precision.log())
     reach = 2.0 * torch.maximum(place.precision, new).rsqrt()
     return Place(place.mode + (alpha * slope / new).clamp(-reach, reach), new)

@@ -2,11 +2,10 @@
 
     log p = log int exp f(u) du,   f(u) = log phi(u - psi_y) + sum_{k != y} log Phi(u - psi_k)
 
-For noises whose log phi and log Phi are smooth and concave f has one mode and tails that fall at least exponentially.
-The even grid of the trapezoid rule is laid in t, with u = mode + deviation * sinh(t): close nodes at the mode, far ones
-in the tails, and an error that falls exponentially with the number of nodes. Right to about 1e-9 (1e-7 at scores of
-100) where `quadrature`, at ten times the cost, is right to 1e-10: for training, where the gradient is wanted again and
-again.
+For noises with smooth and concave log phi and log Phi, f has one mode, and e^f decays at least exponentially. The
+trapezoidal rule is applied in t, with u = mode + deviation * sinh(t): dense nodes at the mode, sparse ones in the
+tails, and an error that decays exponentially with the number of nodes. The error is about 1e-9 (1e-7 at scores of 100),
+that of `quadrature` 1e-10 at ten times the cost. Used in training, where the gradient is evaluated repeatedly.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from .noise import Noise
 
 NODES = 36
 LEFT, RIGHT = 3.0, 3.9  # ends of the grid in t: sinh(3) is 10 deviations, sinh(3.9) is 25
-NUMBERS_AT_ONCE = 1 << 15  # (row, class, node) triples of a block: they stay in cache
-CLOSE = 0.02  # deviations from the mode that do not matter
+NUMBERS_AT_ONCE = 1 << 15  # (row, class, node) triples of a block that fits in cache
+CLOSE = 0.02  # tolerance of the mode, in deviations
 MOST_MOVES = 60
-TWO_DEVIATIONS, FALLS = 2.0, (0.9, 6.0)  # by how much f falls there, on both sides; a parabola by 2
+TWO_DEVIATIONS, FALLS = 2.0, (0.9, 6.0)  # accepted decrease of f there, on both sides; 2 for a parabola
 
 
 class ModeGrid:
-    """log p and its gradient for one set of rows, asked for again and again: each search begins at the last mode."""
+    """log p and its gradient for one set of rows, evaluated repeatedly: each search starts at the last mode."""
 
     def __init__(self, noise: Noise, dtype: torch.dtype = torch.float64) -> None:
         self.noise, self.excess = noise, torch.empty(0)  # of the mode over the label's score
@@ -51,7 +50,7 @@ class ModeGrid:
         for rows in _blocks(len(psi), psi.shape[1] * len(self.places)):
             value[rows], grad[rows], flat[rows] = self._sums(own[rows], others[rows], mode[rows], deviation[rows])
         grad.scatter_(1, label, 0.0).scatter_(1, label, grad.sum(1, keepdim=True).neg_())
-        if flat.any():  # no parabola describes f: two tails that leave a plateau between them
+        if flat.any():  # f is far from a parabola: a plateau between two tails
             value[flat], grad[flat] = quadrature.log_likelihood_and_grad(self.noise, psi[flat], labels[flat])
         self.excess = mode - own
         return value, grad
@@ -67,8 +66,8 @@ class ModeGrid:
         log_f = log_f + self.log_steps + deviation.log()
         log_p = log_f.logsumexp(1)
         density = (log_f - log_p[:, None]).exp_()  # of u given that the label wins
-        pull = torch.einsum("bj,bkj->bk", density, self.noise.dlog_cdf(away[:, :, :NODES].contiguous()))
-        return log_p, pull.neg_(), flat
+        hazard = torch.einsum("bj,bkj->bk", density, self.noise.dlog_cdf(away[:, :, :NODES].contiguous()))
+        return log_p, hazard.neg_(), flat
 
 
 def _blocks(n_rows: int, numbers: int) -> list[slice]:
@@ -77,7 +76,7 @@ def _blocks(n_rows: int, numbers: int) -> list[slice]:
 
 
 def _mode(noise: Noise, own: Tensor, others: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """(where f is largest, 1 / sqrt(-f'') there), (B, 1) each: Newton's method within a bracket that closes."""
+    """(the mode of f, 1 / sqrt(-f'') there), (B, 1) each: Newton's method with bracketing."""
     low, high = own - 1e-9, torch.full_like(own, math.inf)
     curvature = torch.ones_like(u)
     for _ in range(MOST_MOVES):

@@ -1,15 +1,15 @@
 """The noise of the utilities: its density φ and its CDF Φ, in logs, with two derivatives of each.
 
-Utility = ψ_k + ε_k with ε_k ~ φ, and the largest utility wins (paper, eq. 4 and 5). The noise alone makes the model:
+Utility = ψ_k + ε_k with ε_k ~ φ, and the largest utility wins (paper, eq. 4 and 5). The noise determines the model:
 
     Gumbel    "softmax"     φ(ε) = exp(-ε - e^-ε)         Φ(ε) = exp(-e^-ε)
     Normal    "probit"      φ(ε) = exp(-ε²/2) / √(2π)     Φ(ε) = erfc(-ε/√2) / 2
     Logistic  "logistic"    φ(ε) = σ(ε) σ(-ε)             Φ(ε) = σ(ε)
 
-A noise of one's own is a subclass of `Noise` that writes `log_prob` and `log_cdf`; docs/noise.md shows two.
+A user-defined noise is a subclass of `Noise` that defines `log_prob` and `log_cdf`; docs/noise.md shows two.
 
-Every function here maps a tensor to a tensor of its shape and dtype (float32 or float64). The built-in ones are right
-in both tails, keep their *relative* accuracy there, and never make a NaN of a number, ±inf included.
+Every function maps a tensor to a tensor of its shape and dtype (float32 or float64). The built-in ones have full
+*relative* accuracy in both tails, and never return NaN for a number, ±inf included.
 """
 
 import functools
@@ -25,24 +25,24 @@ from torch import Tensor
 from ..kernels.constants import LOG_SQRT_2PI, TAIL_CENTRE, tail_gap_powers
 from ..support.seeds import many_uniforms
 
-BLOCK = 2**15  # elements at a time on the CPU: intermediate results stay in cache and reuse the same memory
+BLOCK = 2**15  # elements at a time on the CPU: intermediate results fit in cache and reuse the same memory
 
 Elementwise = Callable[[Tensor], Tensor]
 
 
 class Noise(ABC):
-    """What a model must know of its noise. Write `log_prob` and `log_cdf`; autograd makes the derivatives of them.
+    """Base of the noises. Define `log_prob` and `log_cdf`; their derivatives are computed by autograd by default.
 
-    `smooth_log_concave` promises that log φ and log Φ are smooth and concave. Quadrature then spends one even grid on
-    the one interval that matters; without the promise it adapts to kinks and to more than one mode. False is safe.
+    `smooth_log_concave`: log φ and log Φ are smooth and concave. Quadrature then uses the trapezoidal rule on one
+    interval; otherwise it adapts to kinks and to more than one mode. False is always valid.
 
-    `scalars` makes it fast on the CPU: the same functions of one number, compiled by Numba (`augment_reduce.Scalars`).
+    `scalars`, for speed on the CPU: the same functions of one number, compiled by Numba (`augment_reduce.Scalars`).
     """
 
     name: str = "noise"
     smooth_log_concave: bool = False
     conjugate: ClassVar[bool] = False  # whether the best q is Gumbel(log η, 1), in closed form: the softmax
-    scalars: ClassVar[Any] = None  # `Scalars`, the name of those of ours, or None: torch operations only
+    scalars: ClassVar[Any] = None  # `Scalars`, the name of built-in ones, or None: torch operations only
 
     @abstractmethod
     def log_prob(self, eps: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Noise(ABC):
         return _by_autograd(self.log_cdf, eps)
 
     def d2log_cdf(self, eps: Tensor) -> Tensor:
-        """d² log Φ / dε²; at most 0 where Φ is log-concave."""
+        """d² log Φ / dε²; at most 0 if Φ is log-concave."""
         return _by_autograd(self.dlog_cdf, eps)
 
     def dlog_cdf_and_derivative(self, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,14 +73,14 @@ class Noise(ABC):
         return self.dlog_cdf(eps), self.d2log_cdf(eps)
 
     def variational_family(self) -> "LocationScale":
-        """Standard form u of the family q: ε = μ + σ u (paper, sec. 3.2). Normal unless a noise knows better."""
+        """Standard form u of the family q: ε = μ + σ u (paper, sec. 3.2). Normal by default."""
         return Normal()
 
     # Sums over the classes of a row: gap (B, S) is ψ_k - ψ_y, -inf where masked; log ω broadcasts to it; eps (B, J) are
     # the nodes of q, and weight (J,) or (B, J) their weights.
 
     def sum_log_cdf(self, gap: Tensor, log_weight: Tensor, eps: Tensor) -> Tensor:
-        """(B, J) Σ_k ω_k log Φ(ε_j - gap_k): the log probability that every rival's utility is below ε_j."""
+        """(B, J) Σ_k ω_k log Φ(ε_j - gap_k): the log probability that all other utilities are below ε_j."""
         omega, gap = unmasked(gap, log_weight)
         return (omega[:, None, :] @ self.log_cdf(eps[:, None, :] - gap[:, :, None]))[:, 0]
 
@@ -98,19 +98,19 @@ class Noise(ABC):
 
     @property
     def alone(self) -> "Noise":
-        """The same with sums over the classes that it is given, and no others."""
+        """The same noise with sums over the classes of this process only."""
         return self
 
     def summed(self, sums: Tensor) -> Tensor:
-        """Sums over the classes here, with those of the classes on other processes added: see `OverRanks`."""
+        """Sums over the classes of all processes, from sums over those of this one: see `OverRanks`."""
         return sums
 
     def largest(self, gap: Tensor) -> Tensor:
-        """(B,) max_k gap_k, over the classes on other processes too."""
+        """(B,) max_k gap_k over the classes of all processes."""
         return gap.amax(dim=-1)
 
     def log_total(self, values: Tensor) -> Tensor:
-        """(B,) log Σ_k e^values_k, likewise."""
+        """(B,) log Σ_k e^values_k over the classes of all processes."""
         return torch.logsumexp(values, dim=-1)
 
     def __repr__(self) -> str:
@@ -118,21 +118,21 @@ class Noise(ABC):
 
 
 def unmasked(gap: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(ω, gap) for a noise to work on: a masked pair has weight zero and a harmless gap instead of -inf.
+    """(ω, gap) with weight zero and a finite gap instead of -inf for masked pairs.
 
-    A user's noise then never meets an infinity, whose derivative by autograd would be NaN.
+    So a user-defined noise is not evaluated at infinity, where a derivative by autograd would be NaN.
     """
     masked = gap == -torch.inf
     return torch.exp(log_weight).expand_as(gap).masked_fill(masked, 0.0), gap.masked_fill(masked, 0.0)
 
 
 def over_nodes(values: Tensor, weight: Tensor) -> Tensor:
-    """Σ_j weight_j values[..., j], weight (J,) or one line a row."""
+    """Σ_j weight_j values[..., j], with weight (J,) or (B, J)."""
     return values @ weight if weight.ndim == 1 else (values @ weight[:, :, None])[:, :, 0]
 
 
 class LocationScale(Noise):
-    """A noise that also serves as q(ε): it can be drawn from, and its entropy is known."""
+    """A noise that can be used as q(ε): with draws and an entropy."""
 
     entropy: float  # of the standard form; that of μ + σ u is this plus log σ
 
@@ -149,7 +149,7 @@ class LocationScale(Noise):
 
 
 class Gumbel(Noise):
-    """Standard Gumbel noise, which makes the model a softmax (paper, sec. 3.1).
+    """Standard Gumbel noise: the softmax model (paper, sec. 3.1).
 
     log φ(ε) = -ε - e^-ε        log Φ(ε) = -e^-ε
     """
@@ -160,7 +160,7 @@ class Gumbel(Noise):
     scalars = "gumbel"
 
     def log_prob(self, eps: Tensor) -> Tensor:
-        # The clamp acts at ε = -inf only, where inf - inf would be NaN; the gradient there is that of the other term.
+        # The clamp changes ε = -inf only, where inf - inf would be NaN; the gradient there is that of the other term.
         return -eps.clamp_min(torch.finfo(eps.dtype).min) - torch.exp(-eps)
 
     def log_cdf(self, eps: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class Logistic(LocationScale):
         return 2.0 * self.d2log_cdf(eps)
 
     def dlog_cdf(self, eps: Tensor) -> Tensor:
-        return torch.neg(eps).sigmoid_()  # in place, for want of a fresh array; autograd keeps the result only
+        return torch.neg(eps).sigmoid_()  # in place, to avoid an allocation; autograd needs the result only
 
     def d2log_cdf(self, eps: Tensor) -> Tensor:
         return torch.sigmoid(eps) * -self.dlog_cdf(eps)
@@ -228,8 +228,8 @@ class Normal(LocationScale):
 
     φ(ε) = exp(-ε²/2) / √(2π)        Φ(ε) = erfc(-ε/√2) / 2
 
-    Everything about Φ comes from one function of a = |ε|, the tail gap δ(a) = φ(a) / Φ(-a) - a > 0. With ρ = a + δ,
-    none of the following cancels, and the two rows are ordered, so that `_by_sign` can choose:
+    All functions of Φ are computed from one function of a = |ε|, the tail gap δ(a) = φ(a) / Φ(-a) - a > 0. With
+    ρ = a + δ, none of the following cancels, and the two rows are ordered, as `_by_sign` requires:
 
                       log Φ              (log Φ)' = φ/Φ        (log Φ)''
         ε = -a        log φ - log ρ      ρ                     -ρ δ
@@ -270,7 +270,7 @@ class Normal(LocationScale):
         first = _by_sign(-eps, r, rho)
         return first, _by_sign(eps, delta.mul_(rho).neg_(), a.add_(r).mul_(r).neg_())
 
-    # The three below work in place on what they have just made: on the CPU, fresh memory costs more than arithmetic.
+    # These three work in place on temporaries: on the CPU, allocating costs more than the arithmetic.
 
     def _log_cdf(self, eps: Tensor) -> Tensor:
         a = eps.abs()
@@ -287,7 +287,7 @@ class Normal(LocationScale):
         return _by_sign(-eps, r, rho)
 
     def _d2log_cdf(self, eps: Tensor) -> Tensor:
-        a = eps.abs().clamp_max_(1e18)  # beyond it the answers are -1 and 0, and at inf they would be inf * 0
+        a = eps.abs().clamp_max_(1e18)  # beyond, the results are -1 and 0, and at inf they would be inf * 0
         delta = _tail_gap(a)
         rho = a + delta
         phi = self.log_prob(a).exp_()
@@ -309,7 +309,7 @@ NOISES: dict[str, type[Noise]] = {"softmax": Gumbel, "probit": Normal, "logistic
 
 
 def resolve_noise(model: str | Noise) -> Noise:
-    """The noise behind a model: its name, or the noise itself. ValueError for anything else."""
+    """The noise of a model, given by name or as an object. ValueError for anything else."""
     if isinstance(model, Noise):
         return model
     if isinstance(model, str) and model in NOISES:
@@ -326,11 +326,11 @@ def resolve_noise(model: str | Noise) -> Noise:
 
 
 def _uniforms(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device | str) -> Tensor:
-    """Of (0, 1), in float64, whose quantiles are draws; on the CPU as `kernels.cpu.draws` makes them, so that compiled
-    steps draw the same.
+    """Uniforms of (0, 1), in float64, for draws by quantiles; on the CPU the same as in `kernels.cpu.draws`, so that
+    compiled steps have the same draws.
 
     A float32 uniform has steps of 2^-24: no logistic draw beyond ±16.6 and, once in 17 million, u = 0. In float64 the
-    steps are 2^-53: both tails reach ±36.7, and u = 0 (one in 10^16) stands for half a step.
+    steps are 2^-53: both tails reach ±36.7, and u = 0 (one in 10^16) is replaced by half a step.
     """
     if torch.device(device).type == "cpu":
         u = many_uniforms(1, math.prod(shape), generator).reshape(shape)
@@ -340,25 +340,25 @@ def _uniforms(shape: tuple[int, ...], generator: torch.Generator | None, device:
 
 
 def _by_autograd(function: Elementwise, eps: Tensor) -> Tensor:
-    """Elementwise derivative of an elementwise function; differentiable again if `eps` asks for gradients."""
+    """Elementwise derivative of an elementwise function; differentiable again if `eps` requires gradients."""
     again = eps.requires_grad and torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         x = eps if again else eps.detach().clone().requires_grad_()
         y = function(x)
-        if not y.requires_grad:  # a constant: what is left of a polynomial after enough derivatives
+        if not y.requires_grad:  # a constant, as a high derivative of a polynomial
             return torch.zeros_like(eps)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=again, materialize_grads=True)
-        return slope.clone()  # where all is zero (twice through abs, say) autograd returns a tensor without memory
+        return slope.clone()  # if all are zero (twice through abs, say) autograd returns a tensor without memory
 
 
 def _closed(eps: Tensor, value: Elementwise, derivative: Elementwise) -> Tensor:
-    """value(eps). In inference mode, where training runs, autograd is not told: that takes longer than the value."""
+    """value(eps). In inference mode, used in training, without autograd, whose overhead exceeds the computation."""
     how = _Closed.forward if torch.is_inference_mode_enabled() else _Closed.apply
     return how(eps, value, derivative)
 
 
 class _Closed(torch.autograd.Function):
-    """value(eps), with derivative(eps) as its gradient instead of what autograd would make of value's own steps."""
+    """value(eps), with derivative(eps) as its gradient instead of autograd through `value`."""
 
     @staticmethod
     def forward(eps: Tensor, value: Elementwise, derivative: Elementwise) -> Tensor:
@@ -380,7 +380,7 @@ class _Closed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], eps: Tensor, *functions: Elementwise) -> tuple[Tensor, int]:
-        return _Closed.apply(eps, *functions), in_dims[0]  # elementwise: a batch is just more elements
+        return _Closed.apply(eps, *functions), in_dims[0]  # elementwise
 
 
 def _no_third_derivative(eps: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ def _no_third_derivative(eps: Tensor) -> Tensor:
 def _by_sign(sign: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """`upper` where `sign` is positive, `lower` where it is negative, given lower ≤ upper (at zero they are equal).
 
-    Clamping ±inf between the two picks one by sign; torch.where on a random mask takes ten times as long.
+    Clamping ±inf between the two selects one by sign; torch.where on a random mask takes ten times as long.
     """
     return torch.copysign(sign.new_full((), math.inf), sign).clamp_(lower, upper)
 
@@ -401,8 +401,8 @@ def _by_sign(sign: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 def _tail_gap(a: Tensor) -> Tensor:
     """δ(a) = φ(a) / Φ(-a) - a of the Normal, for a ≥ 0: √(2/π) at 0, 1/a - 2/a³ + ... far out.
 
-    (a + c) δ(a) is a smooth function of t = (a - c) / (a + c), which maps [0, ∞] to [-1, 1]: one polynomial serves the
-    whole half-line, and being a few passes of plain arithmetic it beats torch.special.erfcx on the CPU several times.
+    (a + c) δ(a) is a smooth function of t = (a - c) / (a + c), which maps [0, ∞] to [-1, 1]: one polynomial suffices
+    for the whole half-line. On the CPU it is several times as fast as torch.special.erfcx.
     """
     w = (a + TAIL_CENTRE).reciprocal_()
     t = (w * (-2.0 * TAIL_CENTRE)).add_(1.0)

@@ -1,8 +1,8 @@
-"""A noise whose sums over the classes are those over the classes of all ranks: the one place where a step's sums meet.
+"""A noise whose sums over classes are all-reduced over the ranks.
 
-Every E step works on gaps (B, S) of the classes that are here, and asks its noise for their sums. With `OverRanks` in
-the noise's place the answers are of all ranks, bit-equal on each, and so is q. What is of a single class (`hazards`,
-and the last of `sum_slopes`) stays here.
+An E step uses the gaps (B, S) of the classes of this rank, and its noise computes their sums. With `OverRanks` as the
+noise the sums are those of all ranks, bit-equal on each, and so is q. Results of single classes (`hazards`, and the
+last of `sum_slopes`) are those of this rank.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class OverRanks(Noise):
 def slopes_here(
     noise: Noise, gap: Tensor, log_weight: Tensor, eps: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sum_slopes` of the classes here, of which there may be none."""
+    """`sum_slopes` of the classes of this rank, possibly none."""
     if gap.shape[1]:
         return noise.sum_slopes(gap, log_weight, eps, weight)
     return torch.zeros_like(eps), torch.zeros_like(eps), torch.zeros_like(gap)
 
 
 def checked(sums: Tensor) -> Tensor:
-    """FloatingPointError where scores were not finite: NaN reaches every rank's sums, so that all ranks raise it."""
+    """FloatingPointError if scores are not finite: NaN is in every rank's sums, so that all ranks raise."""
     if math.isnan(sums.sum()) and bool(sums.isnan().any()):
         raise FloatingPointError(DIVERGED)
     return sums

@@ -1,12 +1,12 @@
-"""Prediction over many rows, in blocks: N x K numbers exist only where the caller asks for N x K answers.
+"""Prediction over many rows, in blocks: N x K arrays are allocated only for results of that size.
 
 Everything is read off a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)` (of
 the classes of one process, where others have the rest and `columns` say so):
 who calls it need not say whether the rows are dense, sparse, or the output of a network. What a score means is the
 noise's affair (quadrature.py): eq. (1) for softmax, eq. (5) for every other.
 
-Blocks are shared out among threads, `threads.get_num_threads()` of them. What a block is depends on the number of rows
-and classes alone, and so do the results.
+Blocks are distributed over `threads.get_num_threads()` threads. Their sizes depend on the numbers of rows and classes
+only, and so do the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,25 +21,28 @@ from .noise import Noise
 ScoresOf = Callable[[int, int], Tensor]
 
 BUDGET_BYTES = 32 << 20
-SMALL_BLOCK, BLOCKS = 1 << 18, 16  # (row, class) pairs of a block that is worth its overhead; blocks to share out
-ARRAYS = 4  # (rows, classes) arrays of float64 alive at once: scores, a double of them, the answer, one to spare
+SMALL_BLOCK, BLOCKS = (
+    1 << 18,
+    16,
+)  # least (row, class) pairs of a block; number of blocks
+ARRAYS = 4  # (rows, classes) arrays of float64 at once: scores, a copy, the result, one temporary
 
 
 def block_rows(n_classes: int, n_nodes: int = ARRAYS, budget_bytes: int = BUDGET_BYTES) -> int:
-    """How many rows fit the budget with `n_nodes` float64 numbers for each (row, class); one at least."""
+    """The number of rows that fit the budget with `n_nodes` float64 numbers for each (row, class); at least one."""
     return max(1, budget_bytes // (8 * max(1, n_classes) * max(1, n_nodes)))
 
 
 def row_blocks(n_rows: int, n_classes: int, budget_bytes: int = BUDGET_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive blocks that cover all rows: as large as the budget allows, or as few rows as still
-    make BLOCKS of them."""
+    """(start, stop) of consecutive blocks that cover all rows: limited by the budget, and at least BLOCKS of them if
+    they are large enough."""
     few = max(-(-SMALL_BLOCK // max(1, n_classes)), -(-n_rows // BLOCKS))
     step = min(few, block_rows(n_classes, budget_bytes=budget_bytes))
     return ((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
 
 
 def bytes_needed(n_rows: int, n_classes: int, numbers: int) -> int:
-    """What answers of so many numbers a row take, and the blocks that are worked on."""
+    """Bytes of a result with `numbers` numbers a row, and of the blocks in memory."""
     rows = max([stop - start for start, stop in row_blocks(n_rows, n_classes)], default=0)
     return 8 * (n_rows * numbers + get_num_threads() * ARRAYS * rows * n_classes)
 
@@ -116,7 +119,7 @@ def log_likelihood(
 ) -> Tensor:
     """log p(y_n | psi_n) of every row, (N,) float64; exact for every model (eq. 5; softmax: eq. 1), not averaged.
 
-    `n_classes` is asked of the first row where it is not given. Labels are positions 0 .. K-1.
+    `n_classes` is determined from the first row if not given. Labels are positions 0 .. K-1.
     """
     out = torch.empty(len(labels), dtype=torch.float64)
     if n_classes is None:
@@ -141,7 +144,8 @@ def log_likelihood_importance(
     n_samples: int = 1000,
     budget_bytes: int = BUDGET_BYTES,
 ) -> Tensor:
-    """The paper's estimate of `log_likelihood` from draws of N(5, 5^2) (sec. 4), without its clipping: to compare."""
+    """The paper's estimate of `log_likelihood` from draws of N(5, 5^2) (sec. 4), without its clipping, for
+    comparison."""
     _check_labels(labels, n_classes)
     out = torch.empty(len(labels), dtype=torch.float64)
     for start, stop in row_blocks(len(labels), n_classes, budget_bytes):  # in their order: all draw from one generator
@@ -161,7 +165,7 @@ def log_proba(
     budget_bytes: int = BUDGET_BYTES,
 ) -> Tensor:
     """log p(k | psi_n) of every row and class, (N, K): eq. (5) with one grid a row, O(K J), and not
-    renormalised; the accuracy is that of `quadrature.log_proba`."""
+    renormalised; accuracy as in `quadrature.log_proba`."""
     out = torch.empty(n_rows, n_classes, dtype=out_dtype)
 
     def work(rows: slice, psi: Tensor) -> None:
@@ -198,8 +202,8 @@ def scores(
     *,
     budget_bytes: int = BUDGET_BYTES,
 ) -> Tensor:
-    """psi of every row, (N, K), in the dtype they are computed in, or in `out_dtype`, whose largest numbers stand for
-    those that it has no room for."""
+    """psi of every row, (N, K), in the dtype of the computation, or in `out_dtype`, clipped to its largest finite
+    numbers."""
     if out_dtype is None:
         out_dtype = scores_of(0, 1).dtype if n_rows else torch.get_default_dtype()
     out, most = torch.empty(n_rows, n_classes, dtype=out_dtype), torch.finfo(out_dtype).max
@@ -260,9 +264,9 @@ def top_k(
 def highest(psi: Tensor, k: int) -> Tensor:
     """Columns of the k highest scores of each row, (B, k), best first, ties to the lower column; NaN counts as -inf.
 
-    O(K), no sort of K. torch.max finds the first of equal scores; torch.topk breaks ties as it likes. So its columns
-    are put in order; and in rows whose k-th score is also the next one's the columns of that score are chosen anew.
-    Both take NaN for the largest. A compiler, which follows no branch that depends on numbers, gets a stable sort.
+    O(K), without sorting K scores. torch.max finds the first of equal scores; torch.topk breaks ties arbitrarily. So
+    its columns are sorted; and in rows whose k-th score equals the next one the columns of that score are selected
+    again. Both treat NaN as the largest. Under a compiler, without data-dependent branches, it is a stable sort.
     """
     if torch.compiler.is_compiling():
         return (
@@ -293,8 +297,9 @@ def _lowest_columns(psi: Tensor, last: Tensor, k: int) -> Tensor:
 def merge_highest(best: tuple[Tensor, Tensor] | None, psi: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
     """(scores, classes) of the k highest so far, best first: those of earlier blocks of classes, and of this one.
 
-    `psi` (B, n) are the scores of the classes first .. first + n - 1, and blocks come in the order of their classes. So
-    among equal scores an earlier column of the two lists side by side is a lower class, and ties go as in `highest`.
+    `psi` (B, n) are the scores of the classes first .. first + n - 1; blocks come in the order of their classes. So
+    among equal scores an earlier column of the concatenated lists is a lower class, and ties are broken as in
+    `highest`.
     """
     columns = highest(psi, min(k, psi.shape[1]))
     scores, classes = psi.gather(1, columns), columns + first

@@ -4,12 +4,12 @@ With eps = v - psi_y, eq. (5) of the paper becomes one function P of a score, th
 
     p(y | psi) = P(psi_y),   P(s) = int r(v - s) e^{G(v)} dv,   r = phi / Phi,   G(v) = sum_k log Phi(v - psi_k)
 
-(G runs over all K classes; r divides the winner's own Phi out again.) So one grid in v, and G on it, serve a label,
-the top few or all K classes. Three layers, top to bottom:
+(G includes all K classes; r divides by the winner's own Phi.) So one grid in v, and G on it, suffice for a label,
+the top k or all K classes. Three layers:
 
-    Crowd        G and its slope; many classes are interpolated from few scores, so that K drops out of the cost
+    MaxUtility   G and its slope, by interpolation from few scores, so that the cost of a node is independent of K
     grid_for     nodes and weights: doubled trapezoid (smooth, log-concave noise) or adaptive panels (any noise)
-    log_...      what callers use: functions of scores psi (B, K) and labels (B,); all compute and return float64
+    log_...      the interface: functions of scores psi (B, K) and labels (B,); all compute and return float64
 """
 
 import math
@@ -24,11 +24,11 @@ from torch import Tensor
 from .noise import Noise
 
 CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
-DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, since there every small operation costs a launch
+DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, to reduce the number of launches
 BIN_WIDTHS, DEGREE = (2.0, 1.0, 0.5), 16  # of the interpolation of log Phi: widths to try, points in a bin
-DROP = 34.0  # an integrand is cut off where it is below e^-34 = 2e-15 of its peak
+DROP = 34.0  # an integrand is truncated where it is below e^-34 = 2e-15 of its peak
 FIRST_NODES, MAX_NODES = 16, 1 << 15  # the trapezoid starts with 16 intervals and doubles
-FURTHEST = 1e30  # below the largest score of a row: what lies further counts as this far
+FURTHEST = 1e30  # limit of the distance below the largest score of a row
 CONVERGED = 1e-8  # change of log P between J and 2J intervals; the error of 2J is then about its square
 PANEL_TOLERANCE = 1e-11  # error of one adaptive panel, relative to the whole integral
 
@@ -42,20 +42,20 @@ COARSE_RULE[::2] = np.linalg.solve(legendre.legvander(X[::2], 7).T, 2.0 * np.eye
 
 
 class Nodes(NamedTuple):
-    """int f(v) e^{G(v)} dv ~ sum_q f(v_q) exp(log_weight_q), for some rows (b,), each once; v, log_weight (b, Q)."""
+    """int f(v) e^{G(v)} dv ~ sum_q f(v_q) exp(log_weight_q), for distinct rows (b,); v, log_weight (b, Q)."""
 
     rows: Tensor
     v: Tensor
     log_weight: Tensor
 
 
-class Crowd:
-    """All utilities of each row together: G(v) = sum_k log Phi(v - psi_k) is the log probability that none exceeds v.
+class MaxUtility:
+    """The largest utility of each row, by its log CDF G(v) = sum_k log Phi(v - psi_k).
 
-    As a function of psi, log Phi(v - psi) is smooth. So scores are put in bins with 16 Chebyshev points each, and
-    every class is spread over the points of its bin with the weights of polynomial interpolation: G is then a weighted
-    sum over the M points `at`, whatever K is. `spread` goes back, from values at the points to those of the classes.
-    Kept to the classes themselves (at = psi) where that is no saving, or no width serves this noise (`bin_width`).
+    As a function of psi, log Phi(v - psi) is smooth. So scores are binned, with 16 Chebyshev points a bin, and each
+    class is distributed over the points of its bin with the weights of polynomial interpolation: G is then a weighted
+    sum over the M points `at`, independent of K. `spread` is the transpose, from values at the points to the classes.
+    Without binning (at = psi) if that is not cheaper, or if no width is accurate for this noise (`bin_width`).
     """
 
     def __init__(self, noise: Noise, psi: Tensor, width: float | None) -> None:
@@ -81,7 +81,8 @@ class Crowd:
         return (moments.permute(1, 2, 0) @ self.psi.new_tensor(TO_POINTS)).flatten(1)
 
     def _basis(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its place in there."""
+        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its position in the
+        bin."""
         place = (self.psi - self.low[:, None]) / self.width
         bins = place.floor().clamp_(max=self.n_bins - 1).long()
         x = 2.0 * (place - bins) - 1.0
@@ -103,7 +104,7 @@ class Crowd:
     def log_below(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G(v) of `rows` (all by default) at v (b, Q)."""
         total = self._sum(self.noise.log_cdf, v, rows)
-        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # the rest: inf - inf, far out in the tail
+        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # else: inf - inf, far in the tail
 
     def slope(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G'(v) >= 0, like `log_below`."""
@@ -126,57 +127,57 @@ class Crowd:
 
 
 def _chunks(length: int, elements: int, device: torch.device) -> Iterator[slice]:
-    """Slices of an axis, as long as arrays with `elements` for each place on it may be."""
+    """Slices of an axis, for temporary arrays with `elements` for each position on it."""
     step = max(1, (CHUNK if device.type == "cpu" else DEVICE_CHUNK) // max(1, elements))
     return (slice(start, start + step) for start in range(0, length, step))
 
 
 def bin_width(noise: Noise, device: torch.device) -> float | None:
-    """The widest bins over which `Crowd` interpolates log Phi of this noise to 1e-12: tried out, not believed."""
+    """The widest bins over which `MaxUtility` interpolates log Phi of this noise to 1e-12, by evaluating the error."""
     v = torch.linspace(-40.0, 42.0, 411, dtype=torch.float64, device=device)[None]
     for width in BIN_WIDTHS:
         psi = torch.linspace(0.0, 0.99 * width, 2 * DEGREE, dtype=torch.float64, device=device)[None]
-        rough, truth = Crowd(noise, psi, width).log_below(v), Crowd(noise, psi, None).log_below(v)
+        rough, truth = MaxUtility(noise, psi, width).log_below(v), MaxUtility(noise, psi, None).log_below(v)
         if ((rough - truth).abs() <= 1e-12 * (1.0 + truth.abs())).all():  # NaN counts as no
             return width
     return None
 
 
-def grid_for(crowd: Crowd, s: Tensor) -> list[Nodes]:
+def grid_for(maximum: MaxUtility, s: Tensor) -> list[Nodes]:
     """Nodes that integrate r(v - s) e^{G(v)} for every score s (B, C) of a row; each row is in one of the groups."""
-    return _trapezoid(crowd, s) if crowd.noise.smooth_log_concave else [_panels(crowd, s)]
+    return _trapezoid(maximum, s) if maximum.noise.smooth_log_concave else [_panels(maximum, s)]
 
 
-def _log_sum(crowd: Crowd, v: Tensor, log_weight: Tensor, s: Tensor) -> Tensor:
+def _log_sum(maximum: MaxUtility, v: Tensor, log_weight: Tensor, s: Tensor) -> Tensor:
     """log P(s) on given nodes: v, log_weight (b, Q), s (b, C) -> (b, C)."""
     total = torch.full_like(s, -math.inf)
     for part in _chunks(v.shape[1], s.numel(), v.device):
-        terms = crowd.log_integrand(v[:, part, None], s[:, None, :], log_weight[:, part, None])
+        terms = maximum.log_integrand(v[:, part, None], s[:, None, :], log_weight[:, part, None])
         total = torch.logaddexp(total, terms.logsumexp(1))
     return total
 
 
-def _trapezoid(crowd: Crowd, s: Tensor) -> list[Nodes]:
-    """Even nodes over the one interval that matters, doubled until log P settles.
+def _trapezoid(maximum: MaxUtility, s: Tensor) -> list[Nodes]:
+    """The trapezoidal rule on one interval, with doubled numbers of nodes until log P converges.
 
-    For an analytic integrand the error of this rule falls like e^{-c J}: each doubling squares it. Convergence is
-    watched at the score itself, or at nine scores over the range of `s`, which all other classes lie between. The
-    interval ends 64 times its length at the best score below that: there, a thousand down, no probability is left.
+    For an analytic integrand the error of this rule decreases like e^{-c J}: each doubling squares it. Convergence is
+    tested at the score itself, or at nine scores over the range of `s`. The interval extends below the best score by at
+    most 64 times its length there: scores further below have no probability.
     """
     low, high = s.amin(1, keepdim=True), s.amax(1, keepdim=True)
-    (lo, hi), watched = _support(crowd, high), high
+    (lo, hi), watched = _support(maximum, high), high
     if s.shape[1] > 1:
-        least, lowest = hi - 64.0 * (hi - lo), _support(crowd, low)[0]
+        least, lowest = hi - 64.0 * (hi - lo), _support(maximum, low)[0]
         lo, low = lowest.maximum(least), torch.where(lowest < least, least + (hi - lo), low)
         watched = low + (high - low) * torch.linspace(0.0, 1.0, 9).to(s)
     groups, rows, n, change = [], torch.arange(len(s), device=s.device), FIRST_NODES, torch.full_like(lo, math.inf)
     v = lo + (hi - lo) * torch.arange(n + 1, device=s.device) / n
-    below = crowd.log_below(v)
-    total = _log_sum(crowd, v, below, watched) + torch.log((hi - lo) / n)
+    below = maximum.log_below(v)
+    total = _log_sum(maximum, v, below, watched) + torch.log((hi - lo) / n)
     while len(rows):
         between = lo + (hi - lo) * (torch.arange(n, device=s.device) + 0.5) / n
-        below_between = crowd.log_below(between, rows)
-        added = _log_sum(crowd, between, below_between, watched) + torch.log((hi - lo) / n)
+        below_between = maximum.log_below(between, rows)
+        added = _log_sum(maximum, between, below_between, watched) + torch.log((hi - lo) / n)
         old, total, n = total, torch.logaddexp(total, added) - math.log(2.0), 2 * n
         v, below = torch.cat([v, between], 1), torch.cat([below, below_between], 1)
         before, change = change, (total - old).abs().amax(1, keepdim=True)
@@ -187,21 +188,22 @@ def _trapezoid(crowd: Crowd, s: Tensor) -> list[Nodes]:
     return groups
 
 
-def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The interval (B, 1) each, where the log-concave integrand of one score s (B, 1) is within e^-DROP of its peak.
+def _support(maximum: MaxUtility, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The interval, (B, 1) each end, on which the log-concave integrand of a score s (B, 1) is above e^-DROP of its
+    peak.
 
-    The mode: regula falsi (Illinois, every third step a bisection) on the slope, until the tangent shows that no more
-    than 1 is missing to the peak. The ends: outwards by doubling, back by Newton, which on a concave function cannot
-    step over the end it comes back to.
+    The mode: regula falsi (Illinois, every third step a bisection) on the slope, until the tangent bounds the distance
+    to the peak by 1. The ends: outwards by doubling, then Newton's method, which on a concave function approaches the
+    end from outside.
     """
 
     def slope(v: Tensor) -> Tensor:
-        own = crowd.noise.dlog_prob(v - s) - crowd.noise.dlog_cdf(v - s)
-        return torch.nan_to_num(own + crowd.slope(v), nan=1e300, posinf=1e300, neginf=-1e300)
+        own = maximum.noise.dlog_prob(v - s) - maximum.noise.dlog_cdf(v - s)
+        return torch.nan_to_num(own + maximum.slope(v), nan=1e300, posinf=1e300, neginf=-1e300)
 
-    top, sign = crowd.top[:, None], torch.tensor([-1.0, 1.0], dtype=s.dtype, device=s.device)
+    top, sign = maximum.top[:, None], torch.tensor([-1.0, 1.0], dtype=s.dtype, device=s.device)
     v = torch.cat([torch.minimum(s, top) - 1.0, top + 4.0], 1)
-    for step in range(100):  # until the slopes at both ends point inwards
+    for step in range(100):  # until the slopes at both ends have the right signs
         slopes = slope(v)
         if not (outwards := slopes * sign > 0.0).any():
             break
@@ -216,12 +218,12 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
         left = here > 0.0
         slope_a, slope_b = torch.where(left, here, 0.5 * slope_a), torch.where(left, 0.5 * slope_b, here)
         a, b = torch.where(left, mode, a), torch.where(left, b, mode)
-    peak = crowd.log_integrand(mode, s, crowd.log_below(mode))
+    peak = maximum.log_integrand(mode, s, maximum.log_below(mode))
     distance = torch.full_like(mode, 6.0).expand(-1, 2)
     inner, outer = torch.zeros_like(distance), torch.full_like(distance, math.inf)
     for _ in range(100):
         v = mode + sign * distance
-        drop = peak - crowd.log_integrand(v, s, crowd.log_below(v))
+        drop = peak - maximum.log_integrand(v, s, maximum.log_below(v))
         short, far = drop < DROP, drop > 1.5 * DROP
         if not (short | far).any():
             break
@@ -233,75 +235,76 @@ def _support(crowd: Crowd, s: Tensor) -> tuple[Tensor, Tensor]:
     return mode - distance[:, :1], mode + distance[:, 1:]
 
 
-def _panels(crowd: Crowd, s: Tensor) -> Nodes:
+def _panels(maximum: MaxUtility, s: Tensor) -> Nodes:
     """Any noise: panels of 15 Gauss-Legendre nodes, halved until each is good to PANEL_TOLERANCE of the whole.
 
-    What is watched is the sum over the scores s. The first panels end at the 12 largest scores, where kinks are, and 2
-    beside them, where a second bump may be; and 0.5, 16, ... 2e13 to both sides of the winner and of the largest s.
+    Convergence is tested for the sum over the scores s. The first panels end at the 12 largest scores, where kinks are,
+    and 2 next to them, where a second mode may be; and 0.5, 16, ... 2e13 on both sides of the winner and the largest s.
     """
     ladder = 0.5 * 32.0 ** torch.arange(10, dtype=s.dtype, device=s.device)
-    steps = torch.stack([s.amax(1), crowd.top], 1)[:, :, None] + torch.cat([-ladder, ladder])
-    kinks = crowd.psi.topk(min(12, crowd.psi.shape[1]), dim=1).values
+    steps = torch.stack([s.amax(1), maximum.top], 1)[:, :, None] + torch.cat([-ladder, ladder])
+    kinks = maximum.psi.topk(min(12, maximum.psi.shape[1]), dim=1).values
     edges = torch.cat([steps.flatten(1), kinks - 2.0, kinks, kinks + 2.0], 1).sort(1).values
     ends = torch.stack([edges[:, :-1], edges[:, 1:]], 2)
     rows, panel = (ends[:, :, 1] > ends[:, :, 0]).nonzero(as_tuple=True)
-    kept = _measure(crowd, s, rows, ends[rows, panel])
+    kept = _measure(maximum, s, rows, ends[rows, panel])
     while True:
         rows, ends, v, log_weight, log_sum, log_error = kept
         peak = s.new_full((len(s),), -1e300).scatter_reduce_(0, rows, log_sum, "amax")
         whole = torch.zeros_like(peak).index_add_(0, rows, torch.exp(log_sum - peak[rows]))
         bad = log_error > (torch.log(whole) + peak + math.log(PANEL_TOLERANCE))[rows]
         if not bad.any():
-            return _padded(crowd, rows, v, log_weight)
+            return _padded(maximum, rows, v, log_weight)
         a, b = ends[bad].unbind(1)
         halves = torch.stack([torch.cat([a, 0.5 * (a + b)]), torch.cat([0.5 * (a + b), b])], 1)
-        new = _measure(crowd, s, rows[bad].repeat(2), halves)
+        new = _measure(maximum, s, rows[bad].repeat(2), halves)
         kept = [torch.cat([old[~bad], more]) for old, more in zip(kept, new, strict=True)]
 
 
-def _measure(crowd: Crowd, s: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
+def _measure(maximum: MaxUtility, s: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
     """n panels: their rows (n,), ends (n, 2), nodes v and log_weight (n, 15), log integral (n,) and its log error (n,).
 
-    Two signs of error: the 8-node rule on every other node disagrees; or, where the log integrand jumps by more than
-    10 next to its largest node, a peak may hide there. (If log-concave, that peak is no higher than the jump.)
+    Two error estimates: the difference to the 8-node rule on every other node; and, if the log integrand jumps by more
+    than 10 next to its largest node, the jump, since a peak may be missed there. (If log-concave, it is at most that
+    high.)
     """
     x, rule, coarse_rule = s.new_tensor(X), s.new_tensor(RULE), s.new_tensor(COARSE_RULE)
     half = 0.5 * (ends[:, 1:] - ends[:, :1])
     v = ends[:, :1] + half * (1.0 + x)
     log_weight, log_f = torch.empty_like(v), torch.empty_like(v)
-    for part in _chunks(len(rows), len(x) * max(crowd.at.shape[1], s.shape[1]), s.device):
-        log_weight[part] = crowd.log_below(v[part], rows[part]) + torch.log(half[part])
-        each = crowd.log_integrand(v[part, :, None], s[rows[part], None, :], log_weight[part, :, None])
+    for part in _chunks(len(rows), len(x) * max(maximum.at.shape[1], s.shape[1]), s.device):
+        log_weight[part] = maximum.log_below(v[part], rows[part]) + torch.log(half[part])
+        each = maximum.log_integrand(v[part, :, None], s[rows[part], None, :], log_weight[part, :, None])
         log_f[part] = each.logsumexp(-1)
     peak, best = log_f.max(1, keepdim=True)
     f = torch.exp(log_f - peak.clamp(min=-1e300))
     jumps = torch.nn.functional.pad(log_f.diff(dim=1).abs().nan_to_num(0.0, posinf=math.inf), (1, 1))
     jump = torch.maximum(jumps.gather(1, best), jumps.gather(1, best + 1))[:, 0]
     log_error = peak[:, 0] + torch.where(jump > 10.0, jump, torch.log((f @ (rule - coarse_rule)).abs()))
-    log_error[half[:, 0] < 1e-14 * (1.0 + v.abs().amax(1))] = -math.inf  # as narrow as float64 can tell apart
+    log_error[half[:, 0] < 1e-14 * (1.0 + v.abs().amax(1))] = -math.inf  # as narrow as float64 resolves
     return [rows, ends, v, log_weight + torch.log(rule), torch.log(f @ rule) + peak[:, 0], log_error]
 
 
-def _padded(crowd: Crowd, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
-    """All panels of a row side by side; nodes of weight zero fill the shorter rows."""
+def _padded(maximum: MaxUtility, rows: Tensor, v: Tensor, log_weight: Tensor) -> Nodes:
+    """All panels of a row concatenated, padded with nodes of weight zero."""
     order = rows.argsort(stable=True)
-    rows, counts = rows[order], rows.bincount(minlength=len(crowd.psi))
+    rows, counts = rows[order], rows.bincount(minlength=len(maximum.psi))
     place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    all_v = crowd.top[:, None, None].repeat(1, int(counts.max()), v.shape[1])
+    all_v = maximum.top[:, None, None].repeat(1, int(counts.max()), v.shape[1])
     all_log_weight = torch.full_like(all_v, -math.inf)
     all_v[rows, place], all_log_weight[rows, place] = v[order], log_weight[order]
     return Nodes(torch.arange(len(all_v), device=rows.device), all_v.flatten(1), all_log_weight.flatten(1))
 
 
-def _crowds(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, Crowd]]:
-    """The rows in blocks that bound the memory; float64 from here on.
+def _maxima(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, MaxUtility]]:
+    """The rows in blocks of bounded memory, in float64.
 
-    Only differences matter, so the largest score of each row is made zero: next to 1e30 no grid could be told apart.
+    Only differences matter, so the largest score of each row is subtracted: float64 cannot resolve a grid at 1e30.
     """
     width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
-    for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: room for the nodes where classes are few
+    for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: for the nodes, if there are few classes
         scores = psi[block].double()
-        yield block, Crowd(noise, (scores - scores.amax(1, keepdim=True)).clamp_(min=-FURTHEST), width)
+        yield block, MaxUtility(noise, (scores - scores.amax(1, keepdim=True)).clamp_(min=-FURTHEST), width)
 
 
 def _check(psi: Tensor, classes: Tensor) -> None:
@@ -344,7 +347,7 @@ def log_proba_on(crowd: Crowd, s: Tensor) -> Tensor:
 
 
 def log_likelihood(noise: Noise, psi: Tensor, labels: Tensor, *, closed_form: bool = True) -> Tensor:
-    """log p(y | psi), eq. (5), (B,): right to 1e-10 + 1e-15 |log p|, however small; no floor; `closed_form`: above."""
+    """log p(y | psi), eq. (5), (B,): error below 1e-10 + 1e-15 |log p|, without a floor; `closed_form` as above."""
     return log_proba_of(noise, psi, labels[:, None], closed_form=closed_form)[:, 0]
 
 
@@ -362,17 +365,17 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
         return log_p.gather(1, label)[:, 0], (-log_p.exp()).scatter_add_(1, label, torch.ones_like(log_p[:, :1]))
     value = torch.empty(len(psi), dtype=torch.float64, device=psi.device)
     grad = torch.empty(psi.shape, dtype=torch.float64, device=psi.device)
-    for block, crowd in _crowds(noise, psi):
-        s, pull = crowd.psi.gather(1, label[block]), torch.zeros_like(crowd.at)
-        for rows, v, log_weight in grid_for(crowd, s):
-            log_f = crowd.log_integrand(v, s[rows], log_weight)
+    for block, maximum in _maxima(noise, psi):
+        s, hazard = maximum.psi.gather(1, label[block]), torch.zeros_like(maximum.at)
+        for rows, v, log_weight in grid_for(maximum, s):
+            log_f = maximum.log_integrand(v, s[rows], log_weight)
             value[block][rows] = log_p = log_f.logsumexp(1)
             density = torch.exp(log_f - log_p[:, None])
             v = torch.where(density > 0.0, v, v.gather(1, density.argmax(1, keepdim=True)))  # no 0 * inf below
-            for part in _chunks(v.shape[1], len(rows) * crowd.at.shape[1], v.device):
-                ratio = noise.dlog_cdf(v[:, part, None] - crowd.at[rows, None, :])
-                pull[rows] += (density[:, None, part] @ ratio)[:, 0]
-        others = crowd.spread(pull).scatter(1, label[block], 0.0)
+            for part in _chunks(v.shape[1], len(rows) * maximum.at.shape[1], v.device):
+                ratio = noise.dlog_cdf(v[:, part, None] - maximum.at[rows, None, :])
+                hazard[rows] += (density[:, None, part] @ ratio)[:, 0]
+        others = maximum.spread(hazard).scatter(1, label[block], 0.0)
         grad[block] = (-others).scatter_(1, label[block], others.sum(1, keepdim=True))
     return value, grad
 
@@ -385,10 +388,10 @@ def grid_of_gaps(noise: Noise, gap: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
     once: log p = log sum_q exp(log phi(eps_q) + log weight_q + sum_q).
     """
     psi = gap.masked_fill(gap == -math.inf, 0.0)
-    for block, crowd in _crowds(noise, psi):
+    for block, maximum in _maxima(noise, psi):
         s = -psi[block].double().amax(1, keepdim=True)
-        for rows, v, log_weight in grid_for(crowd, s):
-            eps, below = v - s[rows], crowd.log_below(v, rows)
+        for rows, v, log_weight in grid_for(maximum, s):
+            eps, below = v - s[rows], maximum.log_below(v, rows)
             others = torch.where(below > -math.inf, below - noise.log_cdf(eps), -math.inf)
             log_step = torch.where(below > -math.inf, log_weight - below, -math.inf)
             yield rows + block.start, eps, log_step, others
@@ -398,19 +401,19 @@ def grid_of_gaps(noise: Noise, gap: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
 def log_proba(noise: Noise, psi: Tensor) -> Tensor:
     """log p(k | psi) of all classes, not renormalised: (B, K) -> (B, K). One grid a row: O(K J), never O(K^2).
 
-    A row's probabilities sum to 1 within 1e-8 by themselves. Smooth log-concave noise: every log p_k is right to
-    1e-9 + 1e-15 |log p_k|, and too low for scores thousands below the best. Any other noise: every p_k is right to
-    1e-10, so that the log of a smaller one has the right order at best: for a label's ask `log_likelihood`.
+    A row's probabilities sum to 1 within 1e-8 without renormalisation. Smooth log-concave noise: the error of log p_k
+    is below 1e-9 + 1e-15 |log p_k|; for scores thousands below the best it is too low. Other noises: the error of p_k
+    is below 1e-10, so that the log of a smaller one is inaccurate: use `log_likelihood` for a label.
     """
     _check(psi, psi.new_zeros(len(psi), 1))
     if noise.conjugate:
         return psi.double().log_softmax(1)
     out = torch.empty(psi.shape, dtype=torch.float64, device=psi.device)
-    for block, crowd in _crowds(noise, psi):
-        log_p = torch.empty_like(crowd.at)
-        for rows, v, log_weight in grid_for(crowd, crowd.at):
-            log_p[rows] = _log_sum(crowd, v, log_weight, crowd.at[rows])
-        out[block] = crowd.spread(log_p)
+    for block, maximum in _maxima(noise, psi):
+        log_p = torch.empty_like(maximum.at)
+        for rows, v, log_weight in grid_for(maximum, maximum.at):
+            log_p[rows] = _log_sum(maximum, v, log_weight, maximum.at[rows])
+        out[block] = maximum.spread(log_p)
     return out
 
 
@@ -429,11 +432,11 @@ def log_likelihood_importance(
     phi(eps) prod_{k != y} Phi(eps - gap_k) / N(eps; mean, std^2). No clipping. Its exponential is unbiased."""
     _check(psi, labels[:, None])
     out = torch.empty(len(psi), dtype=torch.float64, device=psi.device)
-    for block, crowd in _crowds(noise, psi):
-        s = crowd.psi.gather(1, labels[block, None])
+    for block, maximum in _maxima(noise, psi):
+        s = maximum.psi.gather(1, labels[block, None])
         u = torch.randn(len(s), n_samples, generator=generator, dtype=s.dtype, device=generator.device).to(s.device)
         v = s + mean + std * u
-        log_f = crowd.log_integrand(v, s, crowd.log_below(v))
+        log_f = maximum.log_integrand(v, s, maximum.log_below(v))
         log_proposal = -0.5 * u * u - math.log(std * math.sqrt(2.0 * math.pi))
         out[block] = (log_f - log_proposal).logsumexp(1) - math.log(n_samples)
     return out

@@ -1,8 +1,8 @@
-"""psi for the label and the sampled classes; picks the kernel for the device.
+"""psi of the label and the sampled classes, by the kernels of the device.
 
-The only place where a training step reads the weights or sends gradients back to them. What leaves it is small: gaps
-psi_k - psi_y (B, S), in which a pair of a row with its own label is -inf, so that it vanishes from every later sum
-(e^-inf = 0, Phi(inf) = 1).
+The only module of a training step that reads the weights and applies gradients to them. Its results are small: gaps
+psi_k - psi_y (B, S), which are -inf for a row's own label, so that it contributes 0 to every later sum (e^-inf = 0,
+log Phi(inf) = 0).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def kernels_for(device: str) -> ModuleType:
 class Scored(NamedTuple):
     """A minibatch with its sampled classes and their scores.
 
-    - `pairs`: (B, 1 + S), the label first, where each row has its own classes; None where they are shared;
-    - `psi`: (U, S + P) of the U groups of rows with the same features, the shared classes first, then a row's
-      own; (B, S) where each row has its own classes. `psi_y`: (B, 1), of the labels;
-    - `groups`: which rows are in which group.
+    - `pairs`: (B, 1 + S), the label first, if classes are drawn for each row; None if they are shared;
+    - `psi`: (U, S + P) of the U groups of duplicate rows, the shared classes first, then a row's candidates; (B, S) if
+      classes are drawn for each row. `psi_y`: (B, 1), of the labels;
+    - `groups`: the groups of the rows.
     """
 
     rows: np.ndarray
@@ -48,7 +48,7 @@ class Scored(NamedTuple):
     groups: MinibatchGroups
 
     def gaps(self) -> Tensor:
-        """(B, S + P): psi_k - psi_y, -inf where masked. Overwrites `psi`: ask once."""
+        """(B, S + P): psi_k - psi_y, -inf where masked. Overwrites `psi`: call once."""
         gap = self.groups.spread(self.psi).sub_(self.psi_y)
         return gap if self.sampled.mask is None else gap.masked_fill_(self.sampled.mask, -torch.inf)
 
@@ -62,7 +62,7 @@ def score(
     parameters: Parameters,
     groups: MinibatchGroups | None = None,
 ) -> Scored:
-    """Scores of the label and of the sampled classes. FloatingPointError where one is not finite."""
+    """Scores of the label and of the sampled classes. FloatingPointError if one is not finite."""
     groups = groups if groups is not None and sampled.shared else MinibatchGroups.none(len(rows))
     if sampled.shared:
         psi, psi_y = score_runs(kernels, X, rows, labels, sampled, parameters, groups)
@@ -77,7 +77,8 @@ def score_runs(
     kernels: ModuleType, X: Rows, rows: np.ndarray, labels: Tensor, sampled: Sampled, parameters: Parameters,
     groups: MinibatchGroups,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scores of the groups with the shared classes and with their own (U, S + P), of rows with their labels (B, 1)."""
+    """Scores of the groups with the shared classes and their candidates (U, S + P), of the rows with their labels (B,
+    1)."""
     weight, bias, of_groups = parameters.weight, parameters.bias, rows[groups.first]
     classes, group, own = own_pairs(labels, sampled, groups)
     psi_own = kernels.pair_scores(X, of_groups, classes, weight, bias, group)
@@ -92,9 +93,9 @@ def score_runs(
 
 
 def own_pairs(labels: Tensor, sampled: Sampled, groups: MinibatchGroups) -> tuple[Tensor, np.ndarray, Tensor | None]:
-    """Pairs that are not shared, (Q, 1): each row's label, then what the groups have for themselves.
+    """Pairs that are not shared, (Q, 1): each row's label, then the groups' candidate classes.
 
-    Then their groups (Q,), and which places of the groups' own (U, P) they are, row by row; None where there are none.
+    Also their groups (Q,), and their positions in the groups' candidates (U, P), in row-major order; None without any.
     """
     if sampled.own is None:
         return labels[:, None], groups.group, None
@@ -118,7 +119,7 @@ def push(
     t: int,
     prior: Prior | None,
 ) -> None:
-    """Send dL/dgap back into the touched rows: +g to each sampled class, minus their sum to the label.
+    """Apply dL/dgap to the touched weight rows: +g for each sampled class, minus their sum for the label.
 
     `row_scale` multiplies each row's gradient (N / B times its sample weight); `prior_scale` = N / B times omega is the
     pair's share of the prior.
@@ -142,7 +143,7 @@ def push(
 
 class ByScore(NamedTuple):
     """Derivatives by the scores of groups (U, S + P) and of labels (B,), the groups' shares of the prior (U, S + P),
-    the bound (B,), and how often a floor acted."""
+    the bound (B,), and the number of clipped rows."""
 
     of_groups: Tensor
     of_labels: Tensor

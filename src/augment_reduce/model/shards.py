@@ -1,9 +1,8 @@
-"""psi of the label and of the sampled classes where this process has some classes only (`scores`, over ranks).
+"""psi of the label and of the sampled classes with sharded classes (`scores`, over ranks).
 
-Every rank draws the same classes and keeps its own: shared ones as columns, those of single rows (each row's own, or
-all where every row draws for itself) as a list of pairs, since rows have different numbers of them here. The scores of
-the labels, each known to one rank, are summed over ranks; a score that is not finite becomes NaN, which the next sum
-takes to every rank.
+Every rank draws the same classes and keeps its own: shared ones as columns, those of single rows (candidate classes, or
+all if drawn for each row) as a list of pairs, since their number differs between rows. The scores of the labels are
+all-reduced; a score that is not finite becomes NaN, which the next all-reduce distributes to every rank.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from .over_ranks import checked
 
 
 class ShardScored(NamedTuple):
-    """A minibatch with the sampled classes that are here, as rows of this rank's weights.
+    """A minibatch with the sampled classes of this rank, as rows of its weights.
 
-    - `sampled`: S shared classes and, as the last columns, P of single rows, or P alone where nothing is shared;
-    - `psi`: (U, S + P) of groups of rows with the same features; (B, P) where nothing is shared;
-    - `psi_y`: (B, 1), of all labels; None where nobody asked;
-    - `pairs` (Q,), `run` (Q,): label by label of `here`, then place by place of `filled` (U, P): weight row and group;
-    - `exchange`: of two halves, whether what one stands for is what is given the other. Of the whole sample, so that
-      all ranks find the same.
+    - `sampled`: S shared classes and, as the last columns, P of single rows; P only if none are shared;
+    - `psi`: (U, S + P) of groups of duplicate rows; (B, P) if none are shared;
+    - `psi_y`: (B, 1), of all labels; None if not requested;
+    - `pairs` (Q,), `run` (Q,): weight row and group of each label of `here`, then of each position of `filled` (U, P);
+    - `exchange`: whether the weights of a half alone equal those given the other half. Determined from the whole
+      sample, so that all ranks agree.
     """
 
     rows: np.ndarray
     sampled: Sampled
     psi: Tensor
     psi_y: Tensor | None
-    psi_here: Tensor  # (H,) of the labels that are here
-    here: Tensor  # (H,) their places in the minibatch
+    psi_here: Tensor  # (H,) of the labels of this rank
+    here: Tensor  # (H,) their rows in the minibatch
     groups: MinibatchGroups
     pairs: Tensor
     run: np.ndarray
@@ -64,7 +63,8 @@ def score_shard(
     kernels: ModuleType, X: Rows, rows: np.ndarray, labels: Tensor, sampled: Sampled, parameters: Parameters,
     partition: Partition, minibatch_groups: MinibatchGroups | None = None, *, with_labels: bool = True,
 ) -> ShardScored:  # fmt: skip
-    """Scores of the classes that are here; of all labels, unless `with_labels` is False: then no rank is waited for."""
+    """Scores of the classes of this rank, and of all labels unless `with_labels` is False: then without a
+    collective."""
     shard, weight, bias = partition.shard, parameters.weight, parameters.bias
     groups = minibatch_groups if minibatch_groups is not None and sampled.shared else MinibatchGroups.none(len(rows))
     own, pairs_of, filled = restricted(sampled, shard, len(rows))
@@ -76,7 +76,7 @@ def score_shard(
     of_runs = rows[groups.first]
     psi_pairs = finite_or_nan(kernels.pair_scores(X, of_runs, pairs[:, None], weight, bias, run)[:, 0])
     psi_here, pending = psi_pairs[: len(here)], None
-    if with_labels:  # under way while the other scores are computed
+    if with_labels:  # asynchronous, while the other scores are computed
         of_labels = psi_here.new_zeros(len(rows)).index_copy_(0, here, psi_here)
         pending = partition.ranks.start_sum(of_labels, "the scores of labels")
     shared = own.classes if own.classes.ndim == 1 else own.classes.new_empty(0)
@@ -100,8 +100,8 @@ def finite_or_nan(psi: Tensor) -> Tensor:
 
 
 def restricted(sampled: Sampled, shard: ClassShard, n_rows: int) -> tuple[Sampled, Tensor, Tensor]:
-    """The sample without the classes of other ranks, in rows of this one's weights; (B, P), the classes of single rows,
-    the same way, and which of these places are filled."""
+    """The sample without the classes of other ranks, in rows of this rank's weights; the classes of single rows (B, P),
+    likewise, and the mask of filled positions."""
     if not sampled.shared:
         columns, filled = first_columns(shard.is_own(sampled.classes))
         classes = shard.row(sampled.classes.gather(1, columns)).masked_fill_(~filled, -1)
@@ -121,7 +121,7 @@ def restricted(sampled: Sampled, shard: ClassShard, n_rows: int) -> tuple[Sample
 
 
 def first_columns(valid: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, P) the True columns of each row, in their order, then some others; and which of the P are such."""
+    """(B, P) the True columns of each row, in order, padded with others; and the mask of the True ones."""
     count = valid.sum(dim=1)
     most = int(count.max()) if len(count) else 0
     columns = torch.sort(~valid, dim=1, stable=True).indices[:, :most]
@@ -129,7 +129,7 @@ def first_columns(valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Selection(NamedTuple):
-    """Columns of a sample: some for all rows, then others for each row (B, P)."""
+    """Columns of a sample: first those for all rows, then those for each row (B, P)."""
 
     of_all: Tensor
     of_rows: Tensor
@@ -146,7 +146,7 @@ class Selection(NamedTuple):
         return sampled._replace(log_weight=self.weights(sampled.log_weight), mask=mask, halves=halves, label_mask=None)
 
     def weights(self, log_weight: Tensor) -> Tensor:
-        """Of one number, one a row (B, 1), one a column, or one each."""
+        """The columns of log weights: a scalar, (B, 1), one a column, or (B, S + P)."""
         if log_weight.ndim == 0 or (log_weight.ndim == 2 and log_weight.shape[1] == 1):
             return log_weight
         if log_weight.ndim == 2:
@@ -159,7 +159,7 @@ class Selection(NamedTuple):
         return self.take(log_weight.expand(len(self.of_rows), -1))
 
     def take(self, values: Tensor) -> Tensor:
-        """Of (B, S + P)."""
+        """The columns of values (B, S + P)."""
         shared = values[:, self.of_all]
         return shared if not self.of_rows.shape[1] else torch.cat([shared, values.gather(1, self.of_rows)], dim=1)
 
@@ -169,7 +169,7 @@ def push_shard(
     row_scale: Tensor | float, prior_scale: float, parameters: Parameters, optimizer: RowOptimizer, t: int,
     prior: Prior | None,
 ) -> None:  # fmt: skip
-    """As `scores.push`: the label gets minus the sum over the classes of all ranks."""
+    """As `scores.push`: the label's gradient is minus the sum over the classes of all ranks."""
     sampled, shares = scored.sampled, None
     if prior is not None:
         share = torch.exp(sampled.log_weight).expand_as(grad_gap) * prior_scale
@@ -181,7 +181,8 @@ def push_shard(
 
 
 class ShardGradient(NamedTuple):
-    """Derivatives by the scores of groups (U, S + P) and of the labels here (H,); the groups' shares of the prior."""
+    """Derivatives by the scores of groups (U, S + P) and of this rank's labels (H,); the groups' shares of the
+    prior."""
 
     of_groups: Tensor
     of_labels: Tensor

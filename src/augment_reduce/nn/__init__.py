@@ -1,11 +1,11 @@
-"""The torch face: an output layer with its loss for networks with very many classes, at a cost that does not know K.
+"""The torch API: an output layer with its loss for networks with very many classes, at a cost independent of K.
 
 hidden ─► draw classes ─► psi ─► q(v) of each row ─► bound ─► loss; backward: hidden, touched weight rows
           _draw.py        _plain.py | triton/         _local.py            _rows.py
-          _columns.py     all joined in _step.py, where reading starts; head.py is the module
+          _columns.py     _step.py calls them all: start there; head.py is the module
 
-head.py: `_input.py` what it is given, `_autograd.py` into autograd, `_exact.py` in eval(), `_fused.py` its optimiser,
-`_loading.py` its state. `_bound.py` is the same bound for scores of your own.
+head.py uses `_input.py` (arguments), `_autograd.py`, `_exact.py` (the loss of eval()), `_fused.py` (the optimiser) and
+`_loading.py` (state dicts). `_bound.py` is the same bound for user-defined scores.
 """
 
 from . import functional

@@ -1,4 +1,4 @@
-"""A head's step as a node of autograd's graph, either backend behind it."""
+"""A head's step as a node of autograd's graph, for both backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ._step import Step
 
 
 class BoundLoss(torch.autograd.Function):
-    """The loss as a node of the graph. With `step.update` the weights move in its backward pass and get no gradient."""
+    """The loss as an autograd function. With `step.update` its backward pass updates the weights, which get no
+    gradient."""
 
     @staticmethod
     def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, step: Step, backend: Any) -> Tensor:
@@ -27,17 +28,17 @@ class BoundLoss(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         hidden, ctx.weight, ctx.bias, ctx.step, ctx.backend = inputs
         saved = ctx.step.saved
-        if not ctx.step.transformed:  # torch.func comes here once a level
+        if not ctx.step.transformed:  # torch.func calls this once a level
             ctx.step.saved = None
         ctx.dtype, ctx.fields = hidden.dtype, type(saved)
         ctx.save_for_backward(hidden, *saved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradients by hidden, weight and bias, or None where the head moves these itself.
+        """The gradients by hidden, weight and bias, or None for those that the head updates.
 
-        Weight and bias move if this pass asks for their gradients: `loss.backward()` does, `torch.autograd.grad` does
-        not, whatever it asks for, and neither does any pass once they are frozen.
+        Weight and bias are updated if this pass needs their gradients: in `loss.backward()`, not in
+        `torch.autograd.grad`, and not if they are frozen.
         """
         step, weight, bias = ctx.step, ctx.weight, ctx.bias
         inputs, *rest = ctx.saved_tensors  # read once: activation checkpointing frees them then
@@ -67,7 +68,7 @@ class BoundLoss(torch.autograd.Function):
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """A gradient as it is, made to depend on its sources; asked for the derivative, it raises in place of giving 0."""
+    """Identity on a gradient, with its sources as inputs, so that a second derivative raises instead of being 0."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -87,20 +88,20 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_wanted(ctx: Any, i: int) -> bool:
-    """Whether the backward pass under way computes the gradient of input i."""
+    """Whether the current backward pass computes the gradient of input i."""
     if not ctx.needs_input_grad[i]:
         return False
     node = ctx.next_functions[i][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad(loss, [leaf]), which asks for a gradient and may not move anything
+    except RuntimeError:  # torch.autograd.grad(loss, [leaf]), which must not update anything
         return bool(ctx.step.update is None)
 
 
 def _own_precision(tensor: Tensor) -> Any:
-    """A step decides on its own dtypes: autocast around it must not round the scores it sums in float32.
+    """Disable autocast: a step chooses its dtypes, and the scores that it sums in float32 must not be rounded.
 
-    Asked for only where it is on: entering it takes the host longer than a kernel takes the GPU.
+    Entered only if autocast is on: entering takes the host longer than a kernel takes the GPU.
     """
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
@@ -109,7 +110,7 @@ def _own_precision(tensor: Tensor) -> Any:
 def as_gradients(
     rows: RowGradient, weight: Tensor, bias: Tensor | None, wanted: list[bool], sparse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Row gradients as tensors of the parameters' shapes, sparse by rows or dense; None where not `wanted`."""
+    """Row gradients as tensors of the parameters' shapes, sparse by rows or dense; None if not `wanted`."""
     if sparse:
         classes, values, of_bias = rows.whole(len(weight))
         parts = ((weight, values), (bias, of_bias))
@@ -124,5 +125,5 @@ def as_gradients(
 
 
 def _sparse(classes: Tensor, values: Tensor, parameter: Any) -> Tensor:
-    with torch.sparse.check_sparse_tensor_invariants(False):  # said aloud, or torch warns
+    with torch.sparse.check_sparse_tensor_invariants(False):  # explicit, or torch warns
         return torch.sparse_coo_tensor(classes[None], values.to(parameter.dtype), parameter.shape)

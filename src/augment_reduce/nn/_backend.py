@@ -1,4 +1,4 @@
-"""Which code runs a step: Triton kernels where they can, plain torch everywhere else."""
+"""Selects the backend of a step: Triton kernels if they support it, else plain torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KERNEL_NOISES = (Gumbel, Normal, Logistic)
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """`nn/triton/step.py`, or None where Triton is not installed or compiles for other GPUs than NVIDIA's."""
-    if torch.version.hip is not None:  # the kernels hold PTX, and tiles of more shared memory than there is
+    """`nn/triton/step.py`, or None if Triton is not installed or the GPU is not NVIDIA's."""
+    if torch.version.hip is not None:  # the kernels contain PTX, and tiles that need more shared memory
         return None
     try:
         from .triton import step
@@ -57,7 +57,7 @@ def _why_plain(kind: str, step: Step, hidden: Tensor, weight: Tensor) -> str | N
 
 @functools.cache
 def say_plain(why: str) -> None:
-    """Once a reason."""
+    """Warn that plain torch is used, once for each reason."""
     warnings.warn(
         f"A step of this head runs in plain torch operations, since {why}. It is right, and several times slower than "
         "the kernels: CUDA, Triton, and float32 or bfloat16 have them.",

@@ -1,4 +1,4 @@
-"""The bound as a function of scores: whatever computes them, margins, towers, low-rank updates, is the caller's.
+"""The bound as a function of scores that the caller computes: margins, two towers, low-rank updates.
 
 drawn = sampler.draw()                                              # classes (S,), log_weight (S,)
 psi, psi_y = h @ tower(drawn.classes).T, (h * tower(y)).sum(1)      # (B, S), (B,)
@@ -19,7 +19,7 @@ from ..model.noise import Gumbel, Noise, resolve_noise
 from ._local import Local, hermite
 from ._plain import LARGEST, Objective, objective
 
-FIT_MOVES = 10  # of Newton, where q is fitted to the sample itself
+FIT_MOVES = 10  # Newton iterations, if q is fitted to the sample itself
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class LocalAt:
 
 
 class LocalParameters(nn.Module):
-    """c, or q(v), of each row for `sampled_bound`: predicted from `hidden`, or kept for each training row.
+    """c, or q(v), of each row for `sampled_bound`: predicted from `hidden`, or stored for each training row.
 
-    - `in_features`: length of what it predicts from, any description of the row that does not depend on the sample;
-    - `n_classes`: how many classes there are, for where it starts;
+    - `in_features`: number of input features, any description of the row that does not depend on the sample;
+    - `n_classes`: number of classes, for the initial value;
     - `mode`: "amortised" (linear), "log-sum-exp", or "persistent" (needs `n_rows`, and `index` at every call);
     - `n_nodes`: Gauss-Hermite nodes of q(v), for models other than softmax; 2 at least.
 
-    It learns at every call of `sampled_bound` in train() with gradients enabled. Its buffers belong to the state dict.
+    Updated by every call of `sampled_bound` in train() with gradients enabled. Its buffers are part of the state dict.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LocalParameters(nn.Module):
         )  # fmt: skip
 
     def at(self, hidden: Tensor, index: Tensor | None = None) -> LocalAt:
-        """Of rows (B, in_features); `index` (B,) are their numbers for "persistent"."""
+        """Of rows (B, in_features); `index` (B,) are their row numbers, for "persistent"."""
         D = self.local.slope.shape[1]
         if hidden.ndim != 2 or hidden.shape[1] != D:
             raise ValueError(f"Expected hidden of shape (B, in_features={D}), found {tuple(hidden.shape)}.")
@@ -77,21 +77,21 @@ def sampled_bound(
     floor: float | None = 1.0,
     n_nodes: int = 5,
 ) -> Tensor:
-    """A lower bound on log p(label) of each row, (B,), estimated without bias from sampled classes; larger is better.
+    """Unbiased estimate from sampled classes of a lower bound on log p(label) of each row, (B,); larger is better.
 
-    Softmax, c held:  1 - c + psi_y - e^{psi_y - c} - sum_k omega_k e^{psi_k - c}        (paper, eq. 8)
-    others, q held:   E_q[log phi(v - psi_y) + sum_k omega_k log Phi(v - psi_k)] + H[q]   (eq. 7)
+    Softmax, c fixed:  1 - c + psi_y - e^{psi_y - c} - sum_k omega_k e^{psi_k - c}        (paper, eq. 8)
+    others, q fixed:   E_q[log phi(v - psi_y) + sum_k omega_k log Phi(v - psi_k)] + H[q]   (eq. 7)
 
     - `psi_label` (B,), `psi` (B, S): scores of the label and of the sampled classes; differentiable by both;
-    - `log_weight`: log omega, (S,), (B, S) or a number, such that the weighted sum over the sample is in expectation
-      that over all classes but the label; `SharedSampler.draw` gives it;
-    - `own_label_mask` (B, S): True where a column is not for a row, because it is its label;
+    - `log_weight`: log omega, (S,), (B, S) or a number, such that the weighted sum over the sample is unbiased for the
+      sum over all classes but the label, as returned by `SharedSampler.draw`;
+    - `own_label_mask` (B, S): True where a column is masked for a row, because it is its label;
     - `local`: c (B,), or m and log precision (2, B), any numbers that do not depend on this sample; or
-      `LocalParameters.at(hidden)`, which predicts and learns them. None takes them from this very sample: for softmax
-      that is sampled softmax, whose value and gradient are biased, and no bound;
-    - `model`, where `local` does not say it; `floor`: as of the head, in the gradient alone; `n_nodes` of q(v).
+      `LocalParameters.at(hidden)`, which predicts and updates them. None computes them from the sample itself: for
+      softmax that is sampled softmax, whose value and gradient are biased, and not a bound;
+    - `model`, if `local` does not have it; `floor`: as in the head, applied to the gradient only; `n_nodes` of q(v).
 
-    A row whose scores are not finite has the bound NaN and gradients of 0.
+    A row with scores that are not finite has the bound NaN and gradients of 0.
     """
     log_weight, mask = _checked(psi_label, psi, log_weight, own_label_mask)
     noise = local.owner.noise if isinstance(local, LocalAt) else resolve_noise(model)
@@ -108,19 +108,21 @@ def sampled_bound(
 
 
 class _Bound(torch.autograd.Function):
-    """The value that was found, with the gradients dL / dpsi_y = lift and dL / dpsi = -pull."""
+    """The computed value, with the gradients dL / dpsi_y = grad_label and dL / dpsi = -grad_class."""
 
     @staticmethod
     def forward(ctx: Any, psi_label: Tensor, psi: Tensor, found: Objective, seen: Tensor) -> Tensor:
-        ctx.save_for_backward(torch.where(seen, found.lift, 0.0), torch.where(seen[:, None], found.pull, 0.0))
+        ctx.save_for_backward(
+            torch.where(seen, found.grad_label, 0.0), torch.where(seen[:, None], found.grad_class, 0.0)
+        )
         ctx.dtypes = psi_label.dtype, psi.dtype
         return torch.where(seen, found.bound, torch.nan)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        lift, pull = ctx.saved_tensors
-        return (grad * lift).to(ctx.dtypes[0]), (-grad[:, None] * pull).to(ctx.dtypes[1]), None, None
+        grad_label, grad_class = ctx.saved_tensors
+        return (grad * grad_label).to(ctx.dtypes[0]), (-grad[:, None] * grad_class).to(ctx.dtypes[1]), None, None
 
 
 def _checked(psi_label: Tensor, psi: Tensor, log_weight: Tensor | float, mask: Tensor | None) -> tuple[Tensor, Tensor]:

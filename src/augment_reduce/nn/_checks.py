@@ -1,4 +1,4 @@
-"""What a user may hand to a head, checked at the edge without waiting for the device."""
+"""Checks of a head's arguments, without synchronising with the device."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def flat_rows(name: str, value: Tensor, hidden: Tensor, weight: Tensor, *, integ
 
 
 def check_sample_weight(sample_weight: Tensor) -> None:
-    """Not negative, below 1e15, and not all next to 0, so that float32 can sum them. On a GPU the rows of the first
-    two kinds are left out and counted instead: the host need not wait."""
+    """Not negative, below 1e15, and not all close to 0, so that float32 can sum them. On a GPU rows with negative or
+    too large weights are skipped and counted instead, without synchronising."""
     if sample_weight.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = ~((sample_weight >= 0.0) & (sample_weight < LARGEST))
@@ -93,7 +93,7 @@ def check_options(
     in_features: int, reduction: str, floor: float | None, label_smoothing: float, z_loss: float, softmax: bool,
     has_class_weight: bool,
 ) -> None:  # fmt: skip
-    """Of a head's constructor."""
+    """Check the options of a head's constructor."""
     if in_features < 1:
         raise ValueError(f"Expected in_features of at least 1, found {in_features}.")
     check_reduction(reduction)

@@ -1,11 +1,11 @@
-"""A head's step as operators that torch.compile and torch.export see as one node: no graph breaks.
+"""A head's step as custom operators, one node each for torch.compile and torch.export: no graph breaks.
 
-    head_forward     (loss, what the backward pass needs, the new state)      state in, state out: nothing is mutated
+    head_forward     (loss, tensors for the backward pass, the new state)     functional: nothing is mutated
     head_backward    gradients by hidden, weight and bias
-    head_move        gradient by hidden; the head's own optimiser moves weight and bias, which are mutated
+    head_move        gradient by hidden; the fused optimiser updates weight and bias, which are mutated
 
-Outside of compiled code a head does not come here. A head is named by a number, since operators take tensors and
-numbers; what it is made of, its model, sampler and settings, does not change from call to call.
+Used in compiled code only. Operators take tensors and numbers, so a head is passed by its number in a registry; its
+model, sampler and settings are constant between calls.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _NUMBERS = itertools.count()
 
 
 def number_of(head: AugmentReduceHead) -> int:
-    """A number for this head, by which the operators find it."""
+    """The number of this head in the registry of the operators."""
     number = next(_NUMBERS)
     _HEADS[number] = head
     return number
 
 
 def state_of(head: AugmentReduceHead) -> list[Tensor]:
-    """What a step changes of a head, beside its weights."""
+    """The tensors of a head that a step changes, except its weights."""
     return [value for part in _parts(head) for value in part.buffers(recurse=False)]
 
 
 def memory_of(head: AugmentReduceHead) -> list[Tensor]:
-    """What the head's own optimiser remembers."""
+    """The state of the fused optimiser."""
     return [] if head.optimizer is None else list(head.optimizer.buffers(recurse=False))
 
 
@@ -52,7 +52,7 @@ def _parts(head: AugmentReduceHead) -> list[Kept]:
 
 
 class _Swapped:
-    """Parts of a head with these tensors in place of their buffers."""
+    """Context: parts of a head with these tensors as buffers."""
 
     def __init__(self, parts: list[Kept], state: list[Tensor]) -> None:
         self.places = [(part, name) for part in parts for name in part._buffers]
@@ -74,9 +74,10 @@ def head_forward(
     index: Tensor | None, group: Tensor | None, state: list[Tensor], memory: list[Tensor], number: int, reduction: str,
     one_label: bool, learn: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """(loss; rows, label_rows, classes, target, pull, lift, row_weight, denominator; the state after the step).
+    """(loss; rows, label_rows, classes, target, grad_class, grad_label, row_weight, denominator; the state after the
+    step).
 
-    `memory`, the row optimiser's, is for the backward pass alone.
+    `memory`, the state of the row optimiser, is used in the backward pass only.
     """
     head = _HEADS[number]
     after = [value.clone() for value in state]
@@ -86,7 +87,7 @@ def head_forward(
         step.whole, step.skipped = True, None
         loss, saved = _step.forward(step, hidden, weight, bias)
     found = list(saved)[1:]
-    found[3] = found[3].clone()  # an operator's results are no views of what it was given
+    found[3] = found[3].clone()  # an operator's outputs must not be views of its inputs
     return loss.clone(), [x.contiguous() for x in found], after
 
 
@@ -116,7 +117,7 @@ def head_backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, saved: list[Tensor], number: int,
     wants_weight: bool, wants_bias: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients by hidden, and by weight and bias where they are wanted, dense."""
+    """Dense gradients by hidden and, if wanted, by weight and bias."""
     whole = _whole(hidden, saved)
     scale = _step.row_scale(whole, grad)
     of_hidden, rows = _step.gradients(None, whole, scale, scale if wants_weight or wants_bias else None)
@@ -145,7 +146,7 @@ def head_move(
     grad: Tensor, hidden: Tensor, moved: list[Tensor], saved: list[Tensor], memory: list[Tensor], tally: Tensor,
     counter: Tensor, number: int, wants_weight: bool, wants_bias: bool,
 ) -> Tensor:  # fmt: skip
-    """Gradient by hidden, and one step of the row optimiser on `moved`, the weight and the bias that are wanted."""
+    """Gradient by hidden, and one step of the row optimiser on `moved`, those of weight and bias to update."""
     rule = _HEADS[number].optimizer
     assert rule is not None
     whole = _whole(hidden, saved)

@@ -1,4 +1,4 @@
-"""What a head counts while it trains, and how it says what went wrong: nothing here makes a step wait for a GPU."""
+"""Counters of a head in training, and its warnings; no synchronisation with a GPU within a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._targets import BAD_TARGET, BAD_TARGETS, BAD_WEIGHTS, FLOORED, ROWS, SKIPP
 
 
 class Diagnostics(nn.Module):
-    """Mixed into the head, which has a `clock`."""
+    """Mixin of the head, which has a `clock`."""
 
     clock: Clock
     n_classes: int
@@ -21,8 +21,8 @@ class Diagnostics(nn.Module):
 
     @property
     def last_gap(self) -> Tensor:
-        """What the last minibatch's bound lost by its c or q, in nats a row, as its own sample sees it: a 0-dim tensor
-        on the head's device. Reading it as a number waits for the device."""
+        """Estimate of the bound gap of the last minibatch due to its c or q, in nats a row, from its own sample: a
+        0-dim tensor on the head's device. Reading it as a number synchronises."""
         return self.clock.gauge[0]
 
     @property
@@ -32,20 +32,20 @@ class Diagnostics(nn.Module):
 
     @property
     def floored_share(self) -> float:
-        """The share of training rows on which `floor` acted, so far. Waits for the device."""
+        """The share of training rows clipped by `floor` so far. Synchronises."""
         tally = self.clock.tally.tolist()
         return tally[FLOORED] / max(1, tally[ROWS])
 
     @property
     def skipped_rows(self) -> int:
-        """How many rows moved nothing because their hidden values, their scores or the gradient that came from above
-        were not finite (or beyond 1e15). Waits for the device."""
+        """The number of rows without an update because their hidden values, scores or upstream gradient were not finite
+        (or beyond 1e15). Synchronises."""
         return int(self.clock.tally[SKIPPED])
 
     def check_targets(self) -> None:
-        """Raise if a target or a sample weight since the last check was out of range. On a GPU such rows are left out
-        when they occur and reported here: at log_prob, topk, train(), eval(), or at every call with `debug=True`;
-        state_dict() warns. Warns of rows that were skipped, too."""
+        """Raise if a target or a sample weight since the last check was out of range. On a GPU such rows are skipped
+        and reported here: called by log_prob, topk, train() and eval(), or by every call with `debug=True`;
+        state_dict() warns. Warns of skipped rows, too."""
         if torch.compiler.is_compiling() or self.clock.is_meta:
             return
         self._say_skipped()

@@ -1,15 +1,16 @@
-"""Which classes stand for the rest in one step of a head: drawn on its device, once for the whole minibatch.
+"""The sampled classes of one step of a head: drawn on its device, once for the whole minibatch.
 
     class_sampling         drawn                                                            omega_k
     "uniform-shared"       without replacement from all K                                   K / |S|
     "frequency-shared"     from q with replacement, q = (1 - u) n_k^power / sum + u / K     1 / (|S| q_k)
-    "stratified-shared"    the most frequent ones for certain; of the others one from       1 / E[times drawn], 1 for
-                           each of the strata into which their q is cut                     those that are certain
+    "stratified-shared"    the most frequent ones always; of the others one from            1 / E[number of draws], 1
+    for
+                           each of the strata into which their q is cut                     those always drawn
     "all"                  every class                                                      1
 
-A row whose label is drawn leaves it out, so that E[sum_{k in S, k != y} omega_k f_k] = sum_{k != y} f_k for any f,
-which is all that a bound asks for. Strata never do worse than independent draws from the same q, and spend no draw on
-meeting a frequent class twice. Nothing here costs O(K) after construction, and nothing is read back by the host.
+A row's own label is masked, so that E[sum_{k in S, k != y} omega_k f_k] = sum_{k != y} f_k for any f. The variance with
+strata is never larger than that of independent draws from the same q, and frequent classes are not drawn repeatedly.
+After construction no operation costs O(K) or synchronises with the host.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ KINDS = {"uniform-shared": UNIFORM, "frequency-shared": INDEPENDENT, "stratified
 
 
 class Drawn(NamedTuple):
-    """`classes` (S,) int64 and `log_weight` (S,) float32, log omega; a row with its label among them leaves it out."""
+    """`classes` (S,) int64 and `log_weight` (S,) float32, log omega; each row masks its own label."""
 
     classes: Tensor
     log_weight: Tensor
 
 
 class DrawnFor(NamedTuple):
-    """C columns for given labels: `classes` (C,), `log_weight` (C,) or (B, C), and `mask` (B, C), True where a column
-    is not for a row: `own_label_mask` of `sampled_bound`."""
+    """C columns for given labels: `classes` (C,), `log_weight` (C,) or (B, C), and `mask` (B, C), True for masked
+    columns: `own_label_mask` of `sampled_bound`."""
 
     classes: Tensor
     log_weight: Tensor
@@ -60,8 +61,8 @@ class SharedSampler(Kept):
     """Draws |S| classes for a minibatch from (seed, step): tables on the device, made once.
 
     - `class_sampling`: a name of the table above, or a shared sampler of `augment_reduce.sampling`;
-    - `class_counts`: (K,) training rows of each class; needed by the two that follow frequency;
-    - `power`, `uniform_share`: the q of the table; a share u > 0 bounds the weights and reaches unseen classes.
+    - `class_counts`: (K,) training rows of each class; required for sampling by frequency;
+    - `power`, `uniform_share`: of q in the table; a share u > 0 bounds the weights and includes unseen classes.
     """
 
     certain: Tensor
@@ -103,11 +104,11 @@ class SharedSampler(Kept):
         buffer(self, "certain", certain.to(device), saved=self.kind != EVERY)
         buffer(self, "cumulative", cumulative.to(device))
         buffer(self, "share", share.to(device))
-        self._tables = (certain, cumulative, share) if self.is_meta else None  # until there is memory to copy them to
+        self._tables = (certain, cumulative, share) if self.is_meta else None  # until buffers are allocated
 
     @property
     def n_certain(self) -> int:
-        """How many classes, the first of each draw, are always in it."""
+        """The number of classes that are in every draw; they come first."""
         return len(self.certain)
 
     def reset_buffers(self) -> None:
@@ -117,13 +118,13 @@ class SharedSampler(Kept):
             self._tables = None
 
     def n_drawn(self, stream: int) -> int:
-        """How many classes a draw of this stream has: |S|, or for the second sample about half of what varies in it."""
+        """The number of classes in a draw of this stream: |S|; for the second sample about half of the random ones."""
         if stream == _hash.MAIN:
             return self.n_sampled
         return self.n_certain + (self.n_sampled - self.n_certain + 1) // 2
 
     def expected(self, classes: Tensor) -> Tensor:
-        """E[times drawn] of these classes in a main draw, float32."""
+        """E[number of draws] of these classes in a main draw, float32."""
         n = self.n_sampled - self.n_certain
         if self.kind == EVERY:
             return torch.ones(len(classes), device=classes.device)
@@ -131,12 +132,12 @@ class SharedSampler(Kept):
             return torch.full((len(classes),), n / self.n_classes, device=classes.device)
         mass = self.cumulative[classes] - torch.where(classes > 0, self.cumulative[(classes - 1).clamp_min(0)], 0.0)
         times = n * mass / self.cumulative[-1]
-        if self.kind == STRATA:  # those that are always drawn have no mass among the rest
+        if self.kind == STRATA:  # classes that are always drawn have no mass in the strata
             times = torch.where(mass > 0.0, times, 1.0)
         return times.float()
 
     def share_of(self, classes: Tensor) -> Tensor:
-        """f of these classes, float32: how often each is a label, by the class counts."""
+        """f of these classes, float32: their label frequencies by the class counts."""
         return self.share[classes]
 
     @property
@@ -149,8 +150,8 @@ class SharedSampler(Kept):
     ) -> Drawn:  # fmt: skip
         """Classes and their log omega: `classes, log_weight = sampler.draw()`.
 
-        By itself the draw is a new one at every call, seeded by `generator` (a CPU generator; None: torch's own). A
-        head names the draw instead: the same (key, counter, stream) draw the same classes on every device.
+        Every call draws anew, seeded by `generator` (a CPU generator; None: torch's global one). A head passes (key,
+        counter, stream) instead, which determine the draw on every device.
         """
         if key is None:
             key = _hash.seed_key(int(torch.randint(2**63 - 1, (), generator=generator, device="cpu")))
@@ -177,11 +178,11 @@ class SharedSampler(Kept):
         self, target: Tensor, *, group: Tensor | None = None, near: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> DrawnFor:  # fmt: skip
-        """A new draw with what each row of a minibatch with labels `target` (B,) must leave out.
+        """A new draw, with the mask of each row of a minibatch with labels `target` (B,).
 
-        With class counts the labels join, as in a head (`nn/_columns.py`; `group` as there). `near` (H,): classes that
-        are in it for certain, with weight 1, such as hard negatives; any that do not depend on this draw. A number
-        below 0 is none. They may repeat.
+        With class counts the labels are added, as in a head (`nn/_columns.py`; `group` as there). `near` (H,): classes
+        that are always included, with weight 1, such as hard negatives; they must not depend on this draw, may repeat,
+        and a number below 0 is ignored.
         """
         drawn = self.draw(generator=generator)
         columns = Columns(drawn.classes, drawn.log_weight)
@@ -206,7 +207,7 @@ class SharedSampler(Kept):
         )
 
     def get_extra_state(self) -> Tensor:
-        """What a draw depends on beside the tables, as bytes."""
+        """The parameters of a draw other than the tables, as bytes."""
         recipe = f"{self.name} {self.n_sampled} {self.n_classes}"
         return torch.tensor(list(recipe.encode()), dtype=torch.uint8, device="cpu")
 
@@ -224,13 +225,13 @@ class SharedSampler(Kept):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """The state's tables replace those of the constructor: a resumed training draws as it did."""
-        if prefix + "share" not in state_dict:  # saved before shares were part of a state: the constructor's
+        """The state's tables replace those of the constructor, so that resumed training has the same draws."""
+        if prefix + "share" not in state_dict:  # an older state without shares: keep the constructor's
             state_dict = {**state_dict, prefix + "share": self.share}
         found = {name: state_dict.get(prefix + name) for name in ("certain", "cumulative")}
         if self.kind == EVERY:
             found.pop("certain")
-        if prefix + "_extra_state" in state_dict:  # before the tables: a recipe says more than a size that is wrong
+        if prefix + "_extra_state" in state_dict:  # before the tables: its error is clearer than that of a wrong size
             self.set_extra_state(state_dict[prefix + "_extra_state"])
             for name, table in [*found.items(), ("share", state_dict[prefix + "share"])]:
                 if isinstance(table, Tensor) and table.shape != getattr(self, name).shape:
@@ -238,11 +239,11 @@ class SharedSampler(Kept):
             _check_tables(found, self.n_classes, self.n_sampled)
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
-        if self.kind == EVERY:  # not in the state, and not in memory that `to_empty` gave or that is still to come
+        if self.kind == EVERY:  # not in the state, and not allocated by `to_empty`
             self.certain = torch.arange(self.n_classes, device=self.cumulative.device)
         if self._tables is not None and not self.is_meta:
             self._tables = None
-        if len(missing) < len(found) + 1:  # some, not all: a state that is not whole
+        if len(missing) < len(found) + 1:  # some, not all: an incomplete state
             missing_keys.extend(missing)
         elif found:
             warnings.warn(
@@ -256,7 +257,7 @@ class SharedSampler(Kept):
 
 
 def _check_tables(tables: Mapping[str, Tensor | None], n_classes: int, n_sampled: int) -> None:
-    """ValueError where a state's tables are not what a draw may index with. Reads them: O(K), once a load."""
+    """ValueError if a state's tables are not valid for indexing. Reads them: O(K), once a load."""
     certain, cumulative = tables.get("certain"), tables.get("cumulative")
     if certain is not None and len(certain):
         inside = certain.dtype == torch.int64 and certain.ndim == 1 and len(certain) <= n_sampled
@@ -299,7 +300,7 @@ def _check_size(n_classes: int, n_sampled_classes: int) -> None:
 
 
 def _shares(class_counts: Tensor | np.ndarray | None, n_classes: int) -> Tensor:
-    """f (K,), each class's share of the counts; without them nothing."""
+    """f (K,), each class's share of the counts; empty without counts."""
     if class_counts is None:
         return torch.zeros(0, device="cpu")
     counts = _checked_counts(class_counts, n_classes, "")

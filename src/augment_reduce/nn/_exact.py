@@ -1,8 +1,8 @@
-"""The loss that a head reports in eval(): exact, over all classes in blocks, with gradients.
+"""The loss of a head in eval(): exact, over all classes in blocks, with gradients.
 
     softmax      log sum_k e^{psi_k} - psi_y                 others      -log p(y | h) of eq. (5), by quadrature
 
-Neither B x K scores nor anything else of that size exists at once: the backward pass scores the blocks again.
+No array of B x K numbers is allocated: the backward pass scores the blocks again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ._plain import LARGEST
 
 
 class Exactly(NamedTuple):
-    """What is to be computed: which model, (B,) labels and row weights, how they are put together, whose gradients.
+    """The arguments of the loss: model, (B,) labels and row weights, reduction, required gradients.
 
-    `smoothing` and `z_loss` are those of the head (softmax alone).
+    `smoothing` and `z_loss` are those of the head (softmax only).
     """
 
     noise: Noise
@@ -37,13 +37,14 @@ class Exactly(NamedTuple):
 
 
 class ExactLoss(torch.autograd.Function):
-    """sum_b row_weight_b loss_b / denominator, or each row's own; rows of weight 0 have loss 0 and no gradient."""
+    """sum_b row_weight_b loss_b / denominator, or the loss of each row; rows of weight 0 have loss 0 and no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, what: Exactly) -> Tensor:
         h = _predict.in_float(hidden, weight)
         counts = what.row_weight != 0
-        usable = (h.abs() < LARGEST).all(dim=1)  # False for NaN, too
+        usable = (h.abs() < LARGEST).all(dim=1)  # False for NaN
         h = torch.where((counts & usable)[:, None], h, 0.0)
         log_z, place = None, what.place(weight, bias)
         if type(what.noise) is Gumbel:
@@ -78,7 +79,7 @@ class ExactLoss(torch.autograd.Function):
 
 
 def traced_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, what: Exactly) -> Tensor:
-    """A softmax's loss in plain operations for a compiler, which schedules them by itself: B x K scores at once."""
+    """A softmax's loss in plain operations, for compilers: B x K scores at once."""
     if type(what.noise) is not Gumbel:
         raise ValueError(
             f"The exact loss of the model {what.noise.name!r} is a quadrature, which no compiler follows. Evaluate "

@@ -1,8 +1,8 @@
-"""`head.fused_optimizer`: the head's own row optimiser as torch.optim has them.
+"""`head.fused_optimizer`: the head's row optimiser as a `torch.optim.Optimizer`.
 
-Rows move inside the backward pass, unless somebody calls `zero_grad()` or `step()`: from then on the backward pass
-collects row gradients, and `step()` moves each touched row once, by their sum. So a loop that steps every optimiser
-it has accumulates over micro-batches as with any other, and one that knows nothing of this optimiser still trains.
+Rows are updated in the backward pass until `zero_grad()` or `step()` is called for the first time; from then on the
+backward pass accumulates row gradients, and `step()` updates each touched row once, by their sum. A training loop that
+calls `step()` accumulates over micro-batches as usual, and one that does not use this optimiser still trains.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ._plain import LabelPart, RowGradient
 if TYPE_CHECKING:
     from ._rows import RowUpdate, Settings
 
-FORGOTTEN = 1000  # backward passes without step() after which a warning says so
+FORGOTTEN = 1000  # backward passes without step() after which it warns
 
 
 class Group(dict[str, Any]):
-    """The optimiser's param group. What is written under "lr" goes to the rate on the device, "weight_decay" and
-    "max_norm" are read at every step."""
+    """The optimiser's param group. Setting "lr" writes the rate on the device; "weight_decay" and "max_norm" are read
+    at every step."""
 
     def __init__(self, rule: RowUpdate, learning_rate: float, settings: Settings) -> None:
         super().__init__(lr=learning_rate, weight_decay=settings.weight_decay, max_norm=settings.max_norm)
@@ -58,10 +58,10 @@ def _group() -> Group:
 
 
 class Pending:
-    """Row gradients that wait for step(). Not part of any state: copies begin without."""
+    """Accumulated row gradients until step(). Not part of the state: copies start empty."""
 
     def __init__(self) -> None:
-        self.waits = False  # whether somebody calls step() or zero_grad()
+        self.waits = False  # whether step() or zero_grad() has been called
         self.stepped = False
         self.rows: list[RowGradient] = []
         self._when: tuple[Any, ...] = ()
@@ -81,7 +81,7 @@ class Pending:
             )
 
     def summed(self) -> tuple[bool, bool, RowGradient, int, Tensor]:
-        """Which of weight and bias moves, the sum, and when it was last added to."""
+        """Which of weight and bias is updated, the sum, and the key and counter of the last addition."""
         moves_weight, moves_bias, key, counter = self._when
         rows = self.rows
         labels = [grad.labels for grad in rows if grad.labels is not None]
@@ -106,11 +106,11 @@ def _pending(waits: bool) -> Pending:
 class FusedOptimizer(torch.optim.Optimizer):
     """The optimiser of a head's touched rows, for schedulers, trainers and accumulation over micro-batches.
 
-    `param_groups[0]["lr"]` is the rate, also of a captured CUDA graph. The state is the head's own and is in its state
-    dict, too; in one file both are stored once.
+    `param_groups[0]["lr"]` is the rate, also of a captured CUDA graph. The state is shared with the head's state dict;
+    in one file it is stored once.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler finds no .grad here; overflowed rows are skipped by themselves
+    _step_supports_amp_scaling = True  # a GradScaler finds no .grad here; overflowed rows are skipped
 
     def __init__(self, rule: RowUpdate) -> None:
         self.rule = rule
@@ -120,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.param_groups = [group]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what the backward passes since the last step() have collected."""
+        """Discard the gradients accumulated since the last step()."""
         pending = self.rule.pending
         if pending.rows and not pending.stepped:
             warnings.warn(
@@ -134,13 +134,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the touched rows by the sum of what was collected; nothing if the backward pass has moved them."""
+        """Update the touched rows by the accumulated sum; nothing if the backward pass has updated them."""
         self.rule.pending.waits = self.rule.pending.stepped = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = getattr(self, "grad_scale", None)  # of a GradScaler, for the time of this call
+        scale = getattr(self, "grad_scale", None)  # set by a GradScaler during this call
         self.rule.step(None if scale is None else 1.0 / scale)
         return loss
 

@@ -1,7 +1,7 @@
-"""What a head with an optimizer of its own refuses: set-ups in which the rows it moves are not the ones that are kept.
+"""Errors of a head with a fused optimiser, for configurations in which its updates would be lost.
 
-Such a head changes its weights inside the backward pass, in this process. Wrappers that replicate the weights, shard
-them or compute them from other parameters would lose or ignore these changes without an error.
+Such a head updates its weights in the backward pass, in this process. Wrappers that replicate the weights, shard
+them or compute them from other parameters would lose or ignore these updates without an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAY_OUT = (
 
 
 def check_may_move(head: nn.Module, followed: dict[str, nn.Parameter | None], n_ranks: int = 1) -> None:
-    """RuntimeError unless the parameters of `head` are the ones that its optimizer moves, and those of `n_ranks`
+    """RuntimeError unless the parameters of `head` are those of its optimizer, and the process group has the `n_ranks`
     processes that share the classes."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
@@ -43,7 +43,7 @@ def check_may_move(head: nn.Module, followed: dict[str, nn.Parameter | None], n_
 
 
 def check_left_alone_by_ddp(head: nn.Module) -> None:
-    """RuntimeError if the head's shard is inside a DDP that takes it for a copy of what the other ranks have."""
+    """RuntimeError if the head's shard is inside a DDP, which would treat it as a replica."""
     around = DistributedDataParallel._get_active_ddp_module()
     if around is None:
         return
@@ -63,8 +63,8 @@ def _names_of(head: nn.Module) -> list[str]:
 
 
 def exclude_from_ddp(model: nn.Module) -> nn.Module:
-    """Before `DistributedDataParallel(model)`: leaves the parameters and buffers of those heads in `model` whose
-    classes are on several ranks to these heads. Returns the model."""
+    """Call before `DistributedDataParallel(model)`: excludes the parameters and buffers of the sharded heads in `model`
+    from DDP. Returns the model."""
     names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for prefix, module in model.named_modules():
         if getattr(module, "shards", None) is not None:
@@ -77,13 +77,13 @@ GUARDED = "_moved_by_a_head"  # attribute of a parameter that has the hook
 
 
 def guard_against_others(name: str, parameter: nn.Parameter | None) -> None:
-    """From now on a gradient that reaches this parameter by another way than the head raises: whoever made it expects
-    an optimiser of the network to move the parameter, which would then be moved twice."""
+    """Register a hook that raises if a gradient from outside the head reaches this parameter: it is meant for another
+    optimiser, which would update the parameter a second time."""
     if parameter is None or not parameter.requires_grad or not parameter.is_leaf or hasattr(parameter, GUARDED):
         return
 
     def refuse(reached: Tensor) -> None:
-        if reached.grad is None:  # the head's own pass, which hands on nothing
+        if reached.grad is None:  # the head's backward pass, which returns no gradient
             return
         raise RuntimeError(
             f"head.{name} is moved by the head's own optimizer, and another part of the loss has a gradient by it, too "

@@ -1,4 +1,5 @@
-"""What a head's forward pass is given, flat: rows, labels, weights; soft targets as several rows of one label each."""
+"""The arguments of a head's forward pass, flattened: rows, labels, weights; soft targets as several rows with one label
+each."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ RANK_BITS = 40  # groups of different ranks have different numbers
 
 @dataclass(frozen=True)
 class Rows:
-    """Flat rows. `one_label` is False for soft targets, whose labels are no draws from the class frequencies."""
+    """Flat rows. `one_label` is False for soft targets, whose labels are not draws from the class frequencies."""
 
     hidden: Tensor  # (B, D)
     target: Tensor  # (B,) int64
@@ -31,7 +32,7 @@ class Rows:
     shape: torch.Size
 
     def shaped(self, loss: Tensor, reduction: str) -> Tensor:
-        """The loss as it was asked for: of soft targets the sum over a row's classes."""
+        """The loss in the shape of the input; for soft targets the sum over a row's classes."""
         if reduction != "none":
             return loss
         return loss.reshape(self.shape) if self.one_label else loss.reshape(*self.shape).sum(-1)
@@ -64,7 +65,7 @@ def _soft(
     head: AugmentReduceHead, hidden: Tensor, target: Tensor, target_prob: Tensor, weights: Tensor | None,
     index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Rows repeated for each of their M classes, weighted by the probabilities: the loss is linear in them."""
+    """Rows repeated for each of their M classes, weighted by the probabilities, in which the loss is linear."""
     if target.shape != target_prob.shape or target.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
             f"Expected soft targets of shape {(*hidden.shape[:-1], 'M')}, target and target_prob alike, found "
@@ -83,7 +84,7 @@ def _soft(
 
 
 def _group(head: AugmentReduceHead, group: Tensor | None, hidden: Tensor) -> Tensor | None:
-    """(B,) which rows are not independent of each other: as given, else the sequences of rows (..., T, D)."""
+    """(B,) groups of rows that are not independent: as given, else the sequences of rows (..., T, D)."""
     if not head.in_batch:
         return None
     if group is not None:

@@ -1,14 +1,15 @@
-"""A step over ranks whose sums over classes arrive during the next one: no collective between scores and gradients.
+"""A step over ranks with late sums over classes: no collective between scores and gradients.
 
-With c (or q) held, the gradient by a rank's own scores needs no other rank's sums: pull_k = omega_k e^{psi_k - c}. The
-sums are needed for what a step learns about c, for the value of the loss, and for the floor. So they travel while
-the backward pass runs, and the next step begins by taking them in:
+With c (or q) fixed, the gradient by a rank's own scores does not depend on other ranks: grad_class_k = omega_k e^{psi_k
+- c}. The sums are needed to update c, for the value of the loss, and for the floor. They are reduced asynchronously
+  during
+the backward pass, and the next step begins by waiting for them:
 
-    c           learns from a step before the next one, as it does where ranks wait for their sums
-    the loss    that a step returns has the gradient of this step, and the value of the one before (the first: its own)
-    the floor   acts on each rank's own part of a row's sum: no rank's part counts more than e^floor
+    c           is updated from a step before the next one, as with sync=True
+    the loss    has the gradient of this step, and the value of the previous one (the first: its own)
+    the floor   is applied to each rank's part of a row's sum, so that no part counts more than e^floor
 
-Label scores, which c and q go by, travel while a rank scores its own classes.
+Label scores, which c and q depend on, are reduced while a rank scores its own classes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ._targets import FLOORED, ROWS, ROWS_BEFORE, SKIPPED
 
 @dataclass
 class Unsettled:
-    """A step whose sums are under way: `sums` gives (1, B) pull of a softmax, (3, B) sums of other noises."""
+    """A step with pending sums: `sums` returns (1, B) grad_class of a softmax, (3, B) sums of other noises."""
 
     step: Step
     run: Pass
@@ -51,17 +52,17 @@ class Unsettled:
 
 
 def forward(shards: Shards, step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-    """`_step.forward` of the rows of all ranks, with the loss of the step before."""
+    """`_step.forward` of the rows of all ranks, with the loss value of the previous step."""
     settle(shards)
     run = Pass(step, hidden, weight, bias)
     step.placed = run.place
     one, sent, ref = _scored(shards, step, run)
-    seen = one.usable & one.found.pull.isfinite().all(dim=1) & one.found.lift.isfinite()
+    seen = one.usable & one.found.grad_class.isfinite().all(dim=1) & one.found.grad_label.isfinite()
     step.counter += 1
     step.used = one.used
     denominator = _step._denominator(step, run.row_weight.sum())
     saved = _step._saved(step, run, one, seen, denominator)
-    found = one.found._replace(pull=one.found.pull[:, :0])  # the gradient may change it in place
+    found = one.found._replace(grad_class=one.found.grad_class[:, :0])  # the gradient may change it in place
     shards.unsettled = Unsettled(
         step, run, one._replace(found=found), seen, denominator, shards.ranks.start_sum(sent, "sums over classes"), ref
     )
@@ -72,7 +73,7 @@ def forward(shards: Shards, step: Step, hidden: Tensor, weight: Tensor, bias: Te
 
 
 def _scored(shards: Shards, step: Step, run: Pass) -> tuple[Scored, Tensor, Tensor]:
-    """The rows against this rank's classes, the sums to send, and what has no ref."""
+    """The rows scored against this rank's classes, the sums to send, and their ref."""
     place = run.place
     assert isinstance(place, OwnClasses)
     h, y, every = run.hidden.to(run.dtype), run.label, slice(0, len(run.hidden))
@@ -92,18 +93,18 @@ def _scored(shards: Shards, step: Step, run: Pass) -> tuple[Scored, Tensor, Tens
     log_weight, hidden_from = run.columns.of_rows(every, y)
     if shards.softmax:
         c = nodes[0][:, 0]
-        pull, sums = reduce_softmax(psi, psi_y, hidden_from, log_weight, c)
-        found = finish_softmax(pull, sums.ref, sums, psi_y, c, step.floor)
-        sent = (sums.pull * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF)))[None]
+        grad_class, sums = reduce_softmax(psi, psi_y, hidden_from, log_weight, c)
+        found = finish_softmax(grad_class, sums.ref, sums, psi_y, c, step.floor)
+        sent = (sums.grad_class * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF)))[None]
     else:
-        pull, sums = reduce_noise(step.noise, psi, hidden_from, log_weight, nodes)
-        found = finish_noise(step.noise, pull, sums, psi_y, nodes, step.floor)
-        sent = torch.stack([sums.pull, sums.value, sums.bend])
+        grad_class, sums = reduce_noise(step.noise, psi, hidden_from, log_weight, nodes)
+        found = finish_noise(step.noise, grad_class, sums, psi_y, nodes, step.floor)
+        sent = torch.stack([sums.grad_class, sums.value, sums.bend])
     return Scored(h, label_rows, psi_y, predicted, used, usable, found), sent, sums.ref
 
 
 def settle(shards: Shards) -> None:
-    """Take in the sums of the last step, if they are under way: its loss, what it learned, its counts."""
+    """Wait for pending sums of the last step, then update its loss, local parameters and counts."""
     last, shards.unsettled = shards.unsettled, None
     if last is not None:
         with torch.no_grad():
@@ -121,31 +122,31 @@ def _settled(shards: Shards, last: Unsettled) -> Tensor:
     report = _step._report(step, one, seen, slice(0, len(run.hidden)))
     step.local.move(report, step.tally[ROWS] > step.tally[ROWS_BEFORE])
     step.tally[ROWS_BEFORE] = step.tally[ROWS]
-    _step._tell_gap(step, torch.where(seen, one.found.gap, 0.0).sum(), seen.sum())
+    _step._record_gap(step, torch.where(seen, one.found.gap, 0.0).sum(), seen.sum())
     return _step._losses(one, seen, run.row_weight).sum() / last.denominator
 
 
 def _whole(shards: Shards, step: Step, run: Pass, one: Scored, sums: Tensor, ref: Tensor) -> Scored:
-    """The step's bound and derivatives by its local parameters, with every rank's part of the sums in it."""
+    """The step's bound and derivatives by its local parameters, from the sums of all ranks."""
     nodes = step.local.nodes(one.used, step.key, run.counter)
-    nothing = one.found.pull
+    nothing = one.found.grad_class
     if shards.softmax:
         zero = torch.zeros_like(sums[0])
         reduced = in_units(sums[0], Reduced(sums[0], zero, zero, ref))
         found: Objective = finish_softmax(nothing, ref, reduced, one.psi_y, nodes[0][:, 0], step.floor)
         return one._replace(found=found)
-    pull, value, bend = sums
-    found = finish_noise(step.noise, nothing, Reduced(pull, value, bend, ref), one.psi_y, nodes, step.floor)
+    grad_class, value, bend = sums
+    found = finish_noise(step.noise, nothing, Reduced(grad_class, value, bend, ref), one.psi_y, nodes, step.floor)
     return one._replace(found=found)
 
 
 def is_late(shards: Shards, step: Step, n_scores: int) -> bool:
-    """Whether a step by exchange "hidden" may leave its sums for the next one."""
+    """Whether a step by exchange "hidden" may use late sums."""
     return (
         not shards.sync
         and step.learn
-        and step.local.mode != "fresh"  # its q is made from the step's own sums
-        and step.reduction != "none"  # whose losses belong to this step's rows
+        and step.local.mode != "fresh"  # its q is computed from the step's own sums
+        and step.reduction != "none"  # its losses are those of this step's rows
         and not step.z_loss
         and step.parts is None
         and n_scores <= WHOLE

@@ -1,7 +1,7 @@
-"""How a head's state is saved and loaded, and which parameters its own optimiser follows.
+"""Saving and loading of a head's state, and the parameters that its fused optimiser updates.
 
-A state of an nn.Linear loads: weight and bias. So does one of a head with another optimizer, or with none: what the
-row optimiser remembers is left out or begins anew, and a warning says so. A state of another model or sampler does not.
+A state of an nn.Linear loads: weight and bias. So does one of a head with another optimizer, or with none: the state of
+the row optimiser is dropped or initialised, with a warning. A state of another model or sampler is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._shards import Shards
 
 
 class Loading(Diagnostics):
-    """Mixed into the head."""
+    """Mixin of the head."""
 
     noise: Noise
     weight: Tensor
@@ -33,12 +33,13 @@ class Loading(Diagnostics):
     _key: int | None
 
     def settle(self) -> None:
-        """Take in the sums of the last step, where ranks have them under way; state_dict(), train() and eval() do."""
+        """Wait for pending sums of the last step over ranks, and apply them; called by state_dict(), train() and
+        eval()."""
         if self.shards is not None:
             settle(self.shards)
 
     def get_extra_state(self) -> Tensor:
-        """The model's name as bytes, so that weights trained under one model are not used under another."""
+        """The model's name as bytes, to refuse weights trained under another model."""
         return torch.tensor(list(self.noise.name.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -50,7 +51,7 @@ class Loading(Diagnostics):
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. Bad targets of a GPU are a warning here: a checkpoint must not fail because of them."""
+        """As of any module. Targets out of range on a GPU are a warning here, so that a checkpoint does not fail."""
         self.settle()
         problem = None if self.clock.is_meta else self._bad_input()
         if problem is not None:
@@ -72,7 +73,8 @@ class Loading(Diagnostics):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _complete(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-        """Make a state whole that has no optimiser, or is that of an nn.Linear; leave an optimiser out that we lack."""
+        """Complete a state without an optimiser, or of an nn.Linear; drop the state of an optimiser that the head
+        lacks."""
         found = {name[len(prefix) :] for name in state_dict if name.startswith(prefix)}
         if found and found <= {"weight", "bias"} and not self.clock.is_meta:
             own = self.state_dict()
@@ -89,7 +91,7 @@ class Loading(Diagnostics):
                 del state_dict[prefix + name]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """The head's optimizer moves the parameters that are registered, also those given later (a tied weight)."""
+        """The fused optimiser updates the registered parameters, also those registered later (a tied weight)."""
         super().register_parameter(name, param)
         self._follow()
 
@@ -97,13 +99,13 @@ class Loading(Diagnostics):
         followed = self._is_followed()
         result = super()._apply(fn, recurse)
         if followed:
-            self._follow()  # `to_empty` on another kind of device makes new parameters
+            self._follow()  # `to_empty` on another device type makes new parameters
         return result
 
     def _follow(self) -> None:
         optimizer = self._modules.get("optimizer")
         if isinstance(optimizer, RowUpdate):
-            # Old weight_norm and the like delete a parameter before they register their own: then there is none.
+            # The former weight_norm and the like delete a parameter before they register theirs.
             optimizer.follows = {name: self._parameters.get(name) for name in ("weight", "bias")}
 
     def _is_followed(self) -> bool:

@@ -1,20 +1,20 @@
-"""What a head knows of each row's winner before it looks at the sampled classes: q(v), v the utility that won.
+"""The local step of a head: q(v) of each row, independent of the sampled classes; v is the winner's utility.
 
-    model       q(v)                       numbers a row ("parts")         at its best
+    model       q(v)                       numbers a row ("parts")         optimum
     softmax     Gumbel(c, 1)               c                               c = log sum_k e^{psi_k}, whatever the label
     any other   N(m, 1 / precision)        m, log precision                E_q[f'] = 0, precision = -E_q[f'']
 
-with f(v) = log phi(v - psi_y) + sum_{k != y} omega_k log Phi(v - psi_k). Any numbers give a valid bound; it is unbiased
-for the gradient of that bound as long as they do not depend on the classes that estimate it. Four ways to get them:
+with f(v) = log phi(v - psi_y) + sum_{k != y} omega_k log Phi(v - psi_k). Any parts give a valid bound; the sampled
+gradient is unbiased for that of the bound if they do not depend on the classes that estimate it. Four modes:
 
-    "amortised"     predicted from (h, psi_y) by a linear map that learns from every minibatch: O(D) numbers
-    "log-sum-exp"   c(h) = log sum_m e^{mu_m h + beta_m} over M = 64 planes, convex in h as log Z is, moved by Adam on
-                    the bound's own gradient by c; of other models m, beside what it owes to psi_y: O(M D) numbers
-    "persistent"    one q for each training row, kept from visit to visit; a new row starts from the prediction
+    "amortised"     predicted from (h, psi_y) by a linear map, updated by every minibatch: O(D) numbers
+    "log-sum-exp"   c(h) = log sum_m e^{mu_m h + beta_m} over M = 64 planes, convex in h as log Z is, updated by Adam on
+                    the bound's gradient by c; for other models m, plus a linear term in psi_y: O(M D) numbers
+    "persistent"    one q for each training row, updated at every visit; a new row starts from the prediction
     "fresh"         the prediction, corrected by a second sample of classes, independent of the first. A softmax's c
-                    goes half the way: prediction and sample err independently, and the sample's error has a heavy tail
+                    moves half the way: the errors are independent, and that of the sample has a heavy tail
 
-`Local` holds the state; the functions on `parts` (Q, B), Q = 1 or 2, are what `nn/triton/rows.py` repeats.
+`Local` has the state; its functions on `parts` (Q, B), Q = 1 or 2, are implemented in `nn/triton/rows.py`, too.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ._state import Kept, buffer
 
 MODES = ("amortised", "log-sum-exp", "persistent", "fresh")
 N_PLANES = 64
-PLANE_RATE, PLANE_BETAS = 5e-3, (0.9, 0.99)  # of their Adam
+PLANE_RATE, PLANE_BETAS = 5e-3, (0.9, 0.99)  # of Adam on the planes
 MEAN_RATE = 0.01  # of the running means of h and psi_y
-SECOND_SHARE = 0.5  # of "fresh": how far the second sample moves a softmax's c from where it was predicted
-REFINE_NODES = 3  # of "fresh": one random draw would add its own noise to that of the second sample
+SECOND_SHARE = 0.5  # of "fresh": the step of a softmax's c from the prediction to the second sample
+REFINE_NODES = 3  # of "fresh": one random node would add noise to that of the second sample
 MEMORY_POWER = {True: 0.9, False: 0.6}  # of alpha = (2 + visits)^-power: softmax, others (the estimator's choices)
 
 
 class Report(NamedTuple):
-    """Sums over rows: how many, psi_y - its mean and its square, rho (Q,), rho times that, h - mean (D,), rho times
+    """Sums over rows: their number, psi_y - its mean and its square, rho (Q,), rho times that, h - mean (D,), rho times
     that (Q, D), |h - mean|^2; of a log-sum-exp the gradient by its planes (M, D + 1)."""
 
     n: Tensor
@@ -67,7 +67,7 @@ class Report(NamedTuple):
 
 
 class Local(Kept):
-    """The state of one of the three ways, and what each does with it."""
+    """The state of a mode, and its updates."""
 
     slope: Tensor
     offset: Tensor
@@ -107,7 +107,7 @@ class Local(Kept):
         self.softmax = type(noise) is Gumbel
         Q = 1 if self.softmax else 2
         size = n_rows if mode == "persistent" and n_rows is not None else 0
-        with torch.device("cpu"):  # whatever the default device is
+        with torch.device("cpu"):  # regardless of the default device
             self._first_guess = first_guess(noise, n_classes)
         for name, shape, dtype in (
             ("slope", (Q, in_features), torch.float32),
@@ -172,18 +172,18 @@ class Local(Kept):
         return torch.cat([share.T @ hidden, share.sum(0)[:, None]], dim=1)
 
     def heights(self, hidden: Tensor) -> Tensor:
-        """log sum_m e^{mu_m h + beta_m}, (B,): what the planes say, for kernels."""
+        """log sum_m e^{mu_m h + beta_m}, (B,), for kernels."""
         return torch.logsumexp(self._heights(hidden.detach()), dim=1)
 
     @torch.no_grad()
     def learn_planes(self, hidden: Tensor, rho: Tensor, usable: Tensor, n: Tensor) -> None:
-        """As in `move`, of rows whose residuals a kernel wrote."""
+        """As in `move`, for residuals written by a kernel."""
         found = self._of_planes(torch.where(usable[:, None], hidden, 0.0), rho[None])
         assert found is not None
         self._move_planes(found / n.clamp_min(1.0), usable.any())
 
     def _move_planes(self, gradient: Tensor, learned: Tensor) -> None:
-        """Adam, uphill; nothing where no row counted."""
+        """One ascent step of Adam; none if no row counted."""
         learned = learned.to(torch.float32)
         self.plane_steps += learned
         t, (b1, b2) = self.plane_steps.clamp_min(1.0), PLANE_BETAS
@@ -194,14 +194,14 @@ class Local(Kept):
         self.planes += PLANE_RATE * learned * step
 
     def recall(self, parts: Tensor, index: Tensor | None) -> Tensor:
-        """Persistent: the kept numbers of rows seen before, the prediction for the others."""
+        """Persistent: the stored parts of rows visited before, the prediction for the others."""
         if self.mode != "persistent" or index is None:
             return parts
         return torch.where(self.visits[index] > 0, self.memory[:, index].to(parts.dtype), parts)
 
     def refine(self, parts: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-        """Fresh: parts moved by what the second sample says. Softmax: c half-way to log Z~ (all the way as long as
-        nothing was learned to predict from); others: a damped Newton move."""
+        """Fresh: parts corrected by the second sample. Softmax: c half-way to log Z~ (all the way before the first
+        update of the prediction); others: a damped Newton step."""
         if self.softmax:
             return parts + torch.where(self.learned > 0, self.second_share, 1.0).to(parts.dtype) * slope
         return newton(parts, slope, bend, parts.new_tensor(0.7))
@@ -227,9 +227,9 @@ class Local(Kept):
         self, hidden: Tensor, psi_y: Tensor, predicted: Tensor, used: Tensor, slope: Tensor, bend: Tensor, seen: Tensor,
         floor: float | None,
     ) -> Report:  # fmt: skip
-        """What some rows of a step tell the prediction; sums, so that reports of chunks and of shards add up.
+        """The sums from which `move` updates the prediction; reports of chunks and of shards add up.
 
-        `seen` (B,) is False for rows to leave out.
+        `seen` (B,) is False for skipped rows.
         """
         rho = torch.where(seen, residuals(self.softmax, predicted, used, slope, bend, floor), 0.0)
         centred, label = hidden - self.mean.to(hidden.dtype), psi_y - self.label_mean.to(psi_y.dtype)
@@ -241,9 +241,9 @@ class Local(Kept):
 
     @torch.no_grad()
     def move(self, found: Report, learned: Tensor) -> None:
-        """After the step: the prediction moves towards what the sample says. `learned`: whether any row counted.
+        """After the step: update the prediction from the sample. `learned`: whether any row counted.
 
-        The best c, or m, solves E[residual] = 0 with curvature 1 by design (`residuals`), so least squares apply, in
+        The optimal c, or m, solves E[residual] = 0 with curvature 1 by design (`residuals`), so least squares apply, in
         their normalised form (each block of features divided by its energy): for quadratics it cannot diverge while
         the three rates sum to less than 2.
         """
@@ -253,7 +253,7 @@ class Local(Kept):
         self.label_mean += rate * found.label / n
         linear = torch.ones_like(found.rho)
         if found.planes is not None:
-            linear[0] = 0.0  # the planes are in its place
+            linear[0] = 0.0  # replaced by the planes
             self._move_planes(found.planes / n, learned)
         self.offset += torch.clamp(rate, min=OFFSET_RATE) * (linear * found.rho / n)
         self.slope += SLOPE_RATE * linear[:, None] * found.rho_centred / found.energy.clamp_min(1e-12)
@@ -262,7 +262,7 @@ class Local(Kept):
         self.learned += learned
 
     def remember(self, index: Tensor, used: Tensor, slope: Tensor, bend: Tensor, seen: Tensor) -> None:
-        """Each row's own numbers, moved with step size alpha = (2 + visits)^-power.
+        """Update the stored parts of each row with step size alpha = (2 + visits)^-power.
 
         Softmax: eta <- (1 - alpha) eta + alpha eta~ (Algorithm 1), in logs. Others: Newton.
         """

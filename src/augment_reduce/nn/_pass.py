@@ -1,4 +1,4 @@
-"""The scoring of a step's rows, all at once or in chunks, for its forward pass and in chunks for its backward pass."""
+"""Scoring of a step's rows, at once or in chunks, in the forward pass and, in chunks, in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ._targets import labels_and_weights
 if TYPE_CHECKING:
     from ._step import Step
 
-WHOLE = 1 << 24  # scores of a minibatch that are kept for the backward pass: 64 MB in float32
-CHUNK = 1 << 20  # scores at a time where they are not
+WHOLE = 1 << 24  # most scores of a minibatch kept for the backward pass: 64 MB in float32
+CHUNK = 1 << 20  # scores of a chunk, if they are not kept
 
 
 class Rescored(NamedTuple):
-    """What `Saved` leaves out where rows go in chunks; held by the step."""
+    """Inputs for scoring chunks again in the backward pass, in addition to `Saved`; stored in the step."""
 
     run: Pass
     seen: Tensor
@@ -42,7 +42,7 @@ class Scored(NamedTuple):
 
 
 class Pass:
-    """The passes of one step over its rows: what they share, and one chunk of them at a time."""
+    """The passes of one step over its rows: shared inputs, and the scoring of one chunk."""
 
     def __init__(self, step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.step, self.hidden = step, hidden
@@ -52,7 +52,7 @@ class Pass:
             step.target, step.sample_weight, step.ignore_index, self.place.n_classes, step.tally, self.dtype
         )
         self.place.begin(self.label)
-        self.counter = step.counter[0].clone()  # of this step, also in its backward pass
+        self.counter = step.counter[0].clone()  # of this step, for its backward pass
         self.columns, self.rows, self.row_bias = self._columns()
         if step.class_mean is not None:  # the last row, of no class
             self.rows = torch.cat([self.rows, step.class_mean.row.to(self.dtype)[None]])
@@ -77,7 +77,7 @@ class Pass:
         return columns, *self.place.class_rows(columns.classes, self.dtype)
 
     def _label_is_usable(self) -> Tensor:
-        """Rows that count, with hidden values that take part and a class whose weights are finite."""
+        """Rows that count, with finite hidden values and finite weights of the label."""
         good = [
             (self.hidden[part].abs() < LARGEST).all(dim=1) & self.place.have_finite_weights(self.label[part], part)
             for part in self._parts(len(self.label), 4 * self.hidden.shape[1])
@@ -94,12 +94,12 @@ class Pass:
         return (slice(start, min(start + size, n)) for start in range(0, max(1, n), size))
 
     def scored(self, part: slice, used: Tensor | None = None) -> Scored:
-        """psi of these rows, their q(v) (`used`, where it is known), and the bound with its gradient by psi."""
+        """psi of these rows, their q(v) (`used`, if known), and the bound with its gradient by psi."""
         step = self.step
         h = self.hidden[part].to(self.dtype)
         y, row_weight = self.label[part], self.row_weight[part]
         psi_y, label_rows = self.place.label_scores(h, y, part)
-        usable = (h.abs() < LARGEST).all(dim=1) & (psi_y.abs() < LARGEST)  # False for NaN, too
+        usable = (h.abs() < LARGEST).all(dim=1) & (psi_y.abs() < LARGEST)  # False for NaN
         if h.device.type != "cpu" or not bool(usable.all()):
             h, psi_y = torch.where(usable[:, None], h, 0.0), torch.where(usable, psi_y, 0.0)
             label_rows = torch.where(usable[:, None], label_rows, 0.0)
@@ -129,7 +129,8 @@ class Pass:
         return used if self.second is None else self._refined(part, h, psi_y, used)
 
     def _refined(self, part: slice, h: Tensor, psi_y: Tensor, used: Tensor) -> Tensor:
-        """The second sample's say on q(v): it never meets the first, so the bound's estimate stays unbiased."""
+        """q(v) corrected by the second sample, which is independent of the first, so the bound's estimate stays
+        unbiased."""
         step, second = self.step, self.second
         assert second is not None
         psi = scores_of(h, *self.second_rows)

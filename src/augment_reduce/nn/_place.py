@@ -1,7 +1,7 @@
-"""Where the classes of a step are: all in this process, or on several ranks (`_shards.py`).
+"""The placement of the classes of a step: all in this process, or on several ranks (`_shards.py`).
 
-A step asks its place for everything that crosses classes: the rows of classes and labels, and the sums over classes of
-`_plain.Reduced`. With all classes here the answers are look-ups, and sums are what they are.
+All operations over classes go through the placement: weight rows of classes and labels, and the sums over classes of
+`_plain.Reduced`. With all classes in this process these are look-ups, and sums are unchanged.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from ._plain import Reduced, RowGradient, class_rows, label_scores
 
 
 class EveryClass:
-    """All classes are rows of `weight`. Base of the other places."""
+    """All classes are rows of `weight`. Base of the other placements."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
         self.n_classes = len(weight)
-        self.nobody = len(weight)  # a row that no class has: what goes there moves nothing
-        self.first_row = 0  # the step's first row among all rows of the minibatch: random numbers go by it
+        self.nobody = len(weight)  # a row of no class: gradients for it are discarded
+        self.first_row = 0  # index of the step's first row in the minibatch, for random numbers
 
     def begin(self, label: Tensor) -> None:
-        """Called once, before anything else."""
+        """Called once, first."""
 
     def labels(self, label: Tensor, usable: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, slice]:
-        """(label, usable, group) of the rows whose labels may join, and which of them are the step's own rows."""
+        """(label, usable, group) of the rows whose labels may be added, and the slice of the step's own rows among
+        them."""
         return label, usable, group, slice(None)
 
     def have_finite_weights(self, label: Tensor, part: slice) -> Tensor:
@@ -46,44 +47,45 @@ class EveryClass:
         return label_scores(hidden, self.weight, self.bias, label)
 
     def rows(self, classes: Tensor) -> Tensor:
-        """The rows that gradients by these classes go to; `nobody` for classes whose gradients are not made here."""
+        """The rows for gradients by these classes; `nobody` for classes of other processes."""
         return classes
 
     def reduce(self, sums: Reduced) -> Reduced:
-        """Sums over the columns kept here made sums over all."""
+        """Sums over all columns, from sums over the columns here."""
         return sums
 
-    # ---- all classes, for exact answers ----
+    # ---- all classes, for exact results ----
 
     def log_sum(self, values: Tensor) -> Tensor:
-        """log sum e^value over what is here made one over all classes."""
+        """log sum e^value over all classes, from the one over the classes here."""
         return values
 
     def sum_over_classes(self, values: Tensor) -> Tensor:
         return values
 
     def whole(self, psi: Tensor) -> Tensor:
-        """Scores (B, .) of the classes here made those of all classes (B, K)."""
+        """Scores of all classes (B, K), from those of the classes here (B, .)."""
         return psi
 
     def own_columns(self, of_classes: Tensor) -> Tensor:
-        """The columns of the classes here, of those of all (B, K)."""
+        """The columns of the classes here, from those of all classes (B, K)."""
         return of_classes
 
     def highest(self, scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """(B, k) highest scores of all, and their classes, from the highest here; equal ones by the lower class."""
+        """(B, k) highest scores of all classes, and their classes, from the highest here; ties go to the lower
+        class."""
         return scores, rows
 
     # ---- sums over rows ----
 
     def report(self, found: Report) -> Report:
-        """Sums over the step's own rows made sums over all."""
+        """Sums over all rows, from sums over the step's own rows."""
         return found
 
     def totals(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """The same of any sums over rows."""
+        """The same for any sums over rows."""
         return sums
 
     def home(self, found: RowGradient) -> RowGradient:
-        """Gradients brought to where their rows are."""
+        """Send gradients to the owners of their rows."""
         return found

@@ -1,17 +1,17 @@
-"""One step of a head in plain torch: what runs without a GPU or with a noise of one's own, and the kernels' oracle.
+"""One step of a head in plain torch: used without a GPU or with a user-defined noise, and as the kernels' oracle.
 
-With v the winner's utility, held, at nodes v_j with weights (softmax: one node v = c), a row's bound is
+With v the winner's utility, fixed, at nodes v_j with weights (softmax: one node v = c), a row's bound is
 
     L = sum_j weight_j [ log phi(v_j - psi_y) + sum_{k in S} omega_k log Phi(v_j - psi_k) ] + constant
 
-and all that a step needs of it are
+and a step needs
 
-    pull_k = omega_k sum_j weight_j (phi / Phi)(v_j - psi_k) = -dL/dpsi_k       >= 0; softmax: omega_k e^{psi_k - c}
-    lift   = -sum_j weight_j (log phi)'(v_j - psi_y)         =  dL/dpsi_y       softmax: 1 - e^{psi_y - c}, no sample
-    slope  = sum_k pull_k - lift,   bend                                        first and second derivative by v;
+    grad_class_k = omega_k sum_j weight_j (phi / Phi)(v_j - psi_k) = -dL/dpsi_k >= 0      softmax: omega_k e^{psi_k - c}
+    grad_label   = -sum_j weight_j (log phi)'(v_j - psi_y)         =  dL/dpsi_y           softmax: 1 - e^{psi_y - c}
+    slope, bend  = sum_k grad_class_k - grad_label, its derivative: the first and second derivative by v
                                                                                 softmax: slope = log Z~ - c, see below
 
-`value`, `slope` and `bend` are sums over classes: a head split by classes would add them up over its shards.
+`value`, `slope` and `bend` are sums over classes, and additive over shards.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch import Tensor
 
 from ..model.noise import Gumbel, Noise
 
-LARGEST_LOG = 60.0  # of a term e^x of a sum that nothing bounds (floor=None): e^60 is far from overflow
-FAR = 40.0  # e^40 times as many classes as there are is still far from overflow
+LARGEST_LOG = 60.0  # limit of x in a term e^x without a floor (floor=None): e^60 is far from overflow
+FAR = 40.0  # e^40 times the number of classes is far from overflow
 BLOCK = 1 << 18  # numbers of merged row gradients at a time
-LEAST_BEND = 1e-2  # of a curvature that something is divided by
-LARGEST = 1e15  # of a score, a feature or a gradient that takes part in a step: its square is far from overflow
+LEAST_BEND = 1e-2  # least curvature in a denominator
+LARGEST = 1e15  # limit of scores, features and gradients in a step: their squares are far from overflow
 
 
 class Objective(NamedTuple):
-    """`bound`, `lift`, `slope`, `bend`, `floored`, `gap` are (B,); `pull` is (B, S).
+    """`bound`, `grad_label`, `slope`, `bend`, `floored`, `gap` are (B,); `grad_class` is (B, S).
 
-    `bound` is the estimate as it is; `floor` acts on `pull` and `lift`, the gradient, alone. For softmax `slope` holds
-    log Z~ - c instead of the derivative Z~ e^{-c} - 1: how far c is from its best, without losing digits where it is
-    far; `bend` is not used there, and zero. `gap` estimates what the bound loses by its c or q: e^s - 1 - s with
-    s = log Z~ - c, to second order slope^2 / (2 |bend|) for other noises.
+    `bound` is the unbiased estimate; `floor` applies to `grad_class` and `grad_label`, the gradient, only. For softmax
+    `slope` is log Z~ - c instead of the derivative Z~ e^{-c} - 1: the distance of c to its optimum, accurate also if it
+    is large; `bend` is unused and zero. `gap` estimates the bound gap due to c or q: e^s - 1 - s with s = log Z~ - c,
+    and to second order slope^2 / (2 |bend|) for other noises.
     """
 
     bound: Tensor
-    pull: Tensor
-    lift: Tensor
+    grad_class: Tensor
+    grad_label: Tensor
     slope: Tensor
     bend: Tensor
     floored: Tensor
@@ -50,21 +50,21 @@ class Objective(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The sums over classes of each row (B,), all that couples a class to the others: over shards they add up.
+    """The sums over classes of each row (B,), the only coupling between classes; additive over shards.
 
-    `pull` = sum_k pull_k, `value` = sum_k omega_k log Phi, `bend` = sum_k omega_k (phi / Phi)'. A softmax has `pull`
-    alone, and that in units of e^ref: ref is 0 but where e^{psi - c} would overflow or vanish. Sums are float64: they
-    do not depend on how the classes are split up, once they are rounded to the dtype of the scores.
+    `grad_class` = sum_k grad_class_k, `value` = sum_k omega_k log Phi, `bend` = sum_k omega_k (phi / Phi)'. A softmax
+    has `grad_class` only, in units of e^ref: ref is 0 unless e^{psi - c} would overflow or underflow. Sums are float64:
+    rounded to the dtype of the scores, they do not depend on how the classes are split.
     """
 
-    pull: Tensor
+    grad_class: Tensor
     value: Tensor
     bend: Tensor
     ref: Tensor
 
 
 class LabelPart(NamedTuple):
-    """Rows scale_b hidden_b of class target_b: what each row of the minibatch gives to its label."""
+    """Rows scale_b hidden_b of class target_b: each row's gradient by its label's weights."""
 
     target: Tensor
     scale: Tensor
@@ -73,7 +73,7 @@ class LabelPart(NamedTuple):
 
 class RowGradient(NamedTuple):
     """Gradient of the loss by weight rows: `values[i]` and `bias[i]` belong to class `classes[i]`, and each row of
-    `labels` to its label. Repeats add up. Classes beyond those that there are belong to nobody."""
+    `labels` to its label. Repeated classes are summed. Classes of n_classes and more are discarded."""
 
     classes: Tensor
     values: Tensor
@@ -86,7 +86,7 @@ class RowGradient(NamedTuple):
         return RowGradient(self.classes, self.values * scale, self.bias * scale, labels)
 
     def whole(self, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(classes, values, bias) with the labels' rows written out, of classes that exist."""
+        """(classes, values, bias) including the labels' rows, of existing classes."""
         classes, values, bias = self.classes, self.values, self.bias
         if self.labels is not None:
             target, scale, hidden = self.labels
@@ -99,7 +99,7 @@ class RowGradient(NamedTuple):
         return classes[kept], values[kept], bias[kept]
 
     def merged(self, n_classes: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(classes, values, bias) with repeats added up, in blocks of few classes: nothing as large as `whole`."""
+        """(classes, values, bias) with repeated classes summed, in blocks of classes that are smaller than `whole`."""
         n, D = len(self.classes), self.values.shape[1]
         every = self.classes if self.labels is None else torch.cat([self.classes, self.labels.target])
         ordered, order = torch.sort(every, stable=True)
@@ -142,8 +142,8 @@ def class_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Weight rows (S, D) and biases (S,) of some classes in `dtype`.
 
-    The bias of a class whose weights are not finite is NaN, so that no row with such a class counts; a bias may be
-    -inf, which leaves its class out.
+    The bias of a class whose weights are not finite is NaN, so that rows with such a class are skipped; a bias may be
+    -inf, which excludes its class.
     """
     rows = weight[classes].to(dtype)
     row_bias = None if bias is None else bias[classes].to(dtype)
@@ -170,13 +170,13 @@ def objective(
     floor: float | None,
     over_shards: Callable[[Reduced], Reduced] = lambda sums: sums,
 ) -> Objective:
-    """`own` (B, S) is True where a class is not for this row (its label); `log_weight` is (S,) or (B, S). Overwrites
-    `psi`. `over_shards` makes the sums over these classes sums over all."""
+    """`own` (B, S) is True where a class is masked for a row (its label); `log_weight` is (S,) or (B, S). Overwrites
+    `psi`. `over_shards` reduces the sums over the classes of all shards."""
     if type(noise) is Gumbel:
-        pull, sums = reduce_softmax(psi, psi_y, own, log_weight, nodes[0][:, 0])
-        return finish_softmax(pull, sums.ref, over_shards(sums), psi_y, nodes[0][:, 0], floor)
-    pull, sums = reduce_noise(noise, psi, own, log_weight, nodes)
-    return finish_noise(noise, pull, over_shards(sums), psi_y, nodes, floor)
+        grad_class, sums = reduce_softmax(psi, psi_y, own, log_weight, nodes[0][:, 0])
+        return finish_softmax(grad_class, sums.ref, over_shards(sums), psi_y, nodes[0][:, 0], floor)
+    grad_class, sums = reduce_noise(noise, psi, own, log_weight, nodes)
+    return finish_noise(noise, grad_class, over_shards(sums), psi_y, nodes, floor)
 
 
 def reduce_softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, c: Tensor) -> tuple[Tensor, Reduced]:
@@ -184,29 +184,29 @@ def reduce_softmax(psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, 
     terms = psi.add_(log_weight.to(psi.dtype)).masked_fill_(own, -torch.inf).sub_(c[:, None])
     top = torch.maximum(terms.amax(dim=1), psi_y - c) if terms.shape[1] else psi_y - c
     ref = torch.where(top.abs() > FAR, top, 0.0)
-    pull = terms.sub_(ref[:, None]).exp_()
-    total = _total(pull)
-    return pull, Reduced(total, torch.zeros_like(total), torch.zeros_like(total), ref)
+    grad_class = terms.sub_(ref[:, None]).exp_()
+    total = _total(grad_class)
+    return grad_class, Reduced(total, torch.zeros_like(total), torch.zeros_like(total), ref)
 
 
 def finish_softmax(
-    pull: Tensor, ref: Tensor, sums: Reduced, psi_y: Tensor, c: Tensor, floor: float | None
+    grad_class: Tensor, ref: Tensor, sums: Reduced, psi_y: Tensor, c: Tensor, floor: float | None
 ) -> Objective:
-    """L = 1 - c + psi_y - e^{psi_y - c} - sum omega_k e^{psi_k - c} = 1 - c + psi_y - e^slope. `pull` is in units of
-    e^ref.
+    """L = 1 - c + psi_y - e^{psi_y - c} - sum omega_k e^{psi_k - c} = 1 - c + psi_y - e^slope. `grad_class` is in units
+    of e^ref.
 
-    `floor`: the gradient is that at a c no lower than log Z~ - floor, Z~ = e^{psi_y} + sum omega_k e^{psi_k} from this
-    very sample, so that no row counts more than e^floor times what it should. There it is no longer unbiased.
+    `floor`: the gradient is that at c clipped below at log Z~ - floor, Z~ = e^{psi_y} + sum omega_k e^{psi_k} from this
+    sample, so that no row counts more than e^floor times its gradient at c = log Z~. Clipped rows are biased.
     """
     top = torch.maximum(sums.ref, psi_y - c)
-    total = sums.pull.to(c.dtype)
+    total = sums.grad_class.to(c.dtype)
     slope = top + torch.log(total * torch.exp(sums.ref - top) + torch.exp(psi_y - c - top))
     bound = 1.0 - c + psi_y - torch.exp(slope.clamp(max=LARGEST_LOG))
     raised = torch.zeros_like(c) if floor is None else (slope - floor).clamp_min(0.0)
-    pull.mul_(torch.exp((ref - raised).clamp(max=LARGEST_LOG))[:, None])
-    lift = 1.0 - torch.exp((psi_y - c - raised).clamp(max=LARGEST_LOG))
+    grad_class.mul_(torch.exp((ref - raised).clamp(max=LARGEST_LOG))[:, None])
+    grad_label = 1.0 - torch.exp((psi_y - c - raised).clamp(max=LARGEST_LOG))
     gap = torch.expm1(slope.clamp(max=LARGEST_LOG)) - slope
-    return Objective(bound, pull, lift, slope, torch.zeros_like(slope), raised > 0.0, gap)
+    return Objective(bound, grad_class, grad_label, slope, torch.zeros_like(slope), raised > 0.0, gap)
 
 
 def reduce_noise(
@@ -215,16 +215,16 @@ def reduce_noise(
     """omega_k sum_j weight_j (phi / Phi)(v_j - psi_k), and the three sums."""
     v, node_weight, _ = nodes
     omega = torch.exp(log_weight).to(psi.dtype)
-    pull, value = torch.zeros_like(psi), _total(torch.zeros_like(v[:, :0]))
+    grad_class, value = torch.zeros_like(psi), _total(torch.zeros_like(v[:, :0]))
     bend = torch.zeros_like(value)
     for j, w in enumerate(node_weight.unbind()):
         t = v[:, j, None] - psi
         first, second = noise.dlog_cdf_and_derivative(t)
-        pull.add_(first * w)
+        grad_class.add_(first * w)
         value += w * _total(noise.log_cdf(t).mul_(omega).masked_fill_(own, 0.0))
         bend += w * _total(second.mul_(omega).masked_fill_(own, 0.0))
-    pull.mul_(omega).masked_fill_(own, 0.0)
-    return pull, Reduced(_total(pull), value, bend, torch.zeros_like(v[:, 0]))
+    grad_class.mul_(omega).masked_fill_(own, 0.0)
+    return grad_class, Reduced(_total(grad_class), value, bend, torch.zeros_like(v[:, 0]))
 
 
 def _total(terms: Tensor) -> Tensor:
@@ -233,31 +233,40 @@ def _total(terms: Tensor) -> Tensor:
 
 
 def finish_noise(
-    noise: Noise, pull: Tensor, sums: Reduced, psi_y: Tensor, nodes: tuple[Tensor, Tensor, Tensor], floor: float | None
+    noise: Noise,
+    grad_class: Tensor,
+    sums: Reduced,
+    psi_y: Tensor,
+    nodes: tuple[Tensor, Tensor, Tensor],
+    floor: float | None,
 ) -> Objective:
-    """`floor`: a row whose pulls sum to more than e^floor (1 + |lift|) has them scaled down."""
+    """`floor`: a row whose grad_class sums to more than e^floor (1 + |grad_label|) is scaled down."""
     v, node_weight, constant = nodes
     at_label = v - psi_y[:, None]
-    lift = -(noise.dlog_prob(at_label) @ node_weight)
-    total, value, of_classes = (x.to(lift.dtype) for x in (sums.pull, sums.value, sums.bend))
+    grad_label = -(noise.dlog_prob(at_label) @ node_weight)
+    total, value, of_classes = (x.to(grad_label.dtype) for x in (sums.grad_class, sums.value, sums.bend))
     bend = of_classes + noise.d2log_prob(at_label) @ node_weight
     bound = noise.log_prob(at_label) @ node_weight + value + constant
-    floored = torch.zeros_like(lift, dtype=torch.bool)
+    floored = torch.zeros_like(grad_label, dtype=torch.bool)
     if floor is not None:
-        most = torch.exp(lift.new_tensor(floor)) * (1.0 + lift.abs())
+        most = torch.exp(grad_label.new_tensor(floor)) * (1.0 + grad_label.abs())
         floored = total > most
         shrink = torch.where(floored, most / total, 1.0)
-        pull, total = pull.mul_(shrink[:, None]), total * shrink
-    slope = total - lift  # what the weights see, the floor included: the local step balances just that
-    return Objective(bound, pull, lift, slope, bend, floored, 0.5 * slope * slope / bend.abs().clamp_min(LEAST_BEND))
+        grad_class, total = grad_class.mul_(shrink[:, None]), total * shrink
+    slope = total - grad_label  # with the floor, as in the weights' gradient, to which the local step is matched
+    return Objective(
+        bound, grad_class, grad_label, slope, bend, floored, 0.5 * slope * slope / bend.abs().clamp_min(LEAST_BEND)
+    )
 
 
-def gradient_of_hidden(pull: Tensor, lift: Tensor, rows: Tensor, label_rows: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of sum_b scale_b (-L_b) by `hidden` (B, D); rows of scale 0 have none, whatever else they hold."""
-    found = (pull @ rows).sub_(lift[:, None] * label_rows).mul_(scale[:, None])
+def gradient_of_hidden(
+    grad_class: Tensor, grad_label: Tensor, rows: Tensor, label_rows: Tensor, scale: Tensor
+) -> Tensor:
+    """Gradient of sum_b scale_b (-L_b) by `hidden` (B, D); 0 for rows of scale 0, also if they are not finite."""
+    found = (grad_class @ rows).sub_(grad_label[:, None] * label_rows).mul_(scale[:, None])
     return found.masked_fill_((scale == 0.0)[:, None], 0.0)
 
 
-def gradient_of_classes(hidden: Tensor, pull: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_of_classes(hidden: Tensor, grad_class: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of sum_b scale_b (-L_b) by the rows (S, D) and biases (S,) of the sampled classes."""
-    return pull.T @ (hidden * scale[:, None]), pull.T @ scale
+    return grad_class.T @ (hidden * scale[:, None]), grad_class.T @ scale

@@ -1,7 +1,7 @@
-"""Exact answers of a head, for evaluation: over all K classes in blocks, so that B x K numbers never exist at once.
+"""Exact results of a head, for evaluation: over all K classes in blocks, without arrays of B x K numbers.
 
-Scores are computed in float32 at least. Softmax needs one pass over blocks of classes. Any other noise integrates
-eq. (5) by quadrature (`augment_reduce.model.quadrature`), which wants a row's K scores together: blocks of rows.
+Scores are computed in float32 at least. Softmax needs one pass over blocks of classes. Other noises integrate
+eq. (5) by quadrature (`augment_reduce.model.quadrature`), which needs all K scores of a row: blocks of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..model.predict import merge_highest
 from ._place import EveryClass
 from ._plain import objective
 
-BLOCK = 1 << 24  # scores alive at once: 64 MB in float32
+BLOCK = 1 << 24  # scores in memory at once: 64 MB in float32
 
 
 def in_float(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def in_float(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def class_blocks(hidden: Tensor, place: EveryClass, block: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of the weight, psi (B, k)) of consecutive blocks of the classes that are here."""
+    """(rows of the weight, psi (B, k)) of consecutive blocks of the classes here."""
     weight, bias = place.weight, place.bias
     K = len(weight)
     size = max(1, min(K, block // max(1, len(hidden))))
@@ -36,8 +36,8 @@ def class_blocks(hidden: Tensor, place: EveryClass, block: int = BLOCK) -> Itera
 
 
 def row_blocks(hidden: Tensor, n_classes: int, block: int = BLOCK) -> Iterator[slice]:
-    block = block if hidden.device.type == "cpu" else 16 * block  # a GPU has room, and wants few, large operations
-    step = max(1, block // (4 * n_classes))  # quadrature keeps a few float64 arrays of that size
+    block = block if hidden.device.type == "cpu" else 16 * block  # a GPU is faster with few, large operations
+    step = max(1, block // (4 * n_classes))  # quadrature allocates a few float64 arrays of that size
     return (slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step))
 
 
@@ -72,7 +72,7 @@ def log_prob(noise: Noise, hidden: Tensor, place: EveryClass, target: Tensor) ->
 def bound(
     noise: Noise, hidden: Tensor, place: EveryClass, target: Tensor, psi_y: Tensor, nodes: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """The bound at these nodes with every class in it, (B,): at most log p(y | h) up to the nodes' own error."""
+    """The full bound at these nodes, (B,): at most log p(y | h), up to the error of the nodes."""
     h = in_float(hidden, place.weight)
     everyone_out = torch.ones(len(h), 1, dtype=torch.bool, device=h.device)
     label_alone = objective(noise, psi_y[:, None].clone(), psi_y, everyone_out, psi_y.new_zeros(1), nodes, None).bound
@@ -90,7 +90,7 @@ def topk(noise: Noise, hidden: Tensor, place: EveryClass, k: int) -> tuple[Tenso
     """(log p, classes) of the k most probable classes, (B, k) each, best first: those of the k highest scores.
 
     (Under any noise that is the same for all classes, a higher score is a higher probability: see `predict.top_k`.)
-    Equal scores go by the lower class, however the classes fall into blocks. A score that is NaN comes after all
+    Ties go to the lower class, independent of the blocks. A score that is NaN comes after all
     others, and makes the row's probabilities NaN.
     """
     if not 1 <= k <= place.n_classes:
@@ -101,7 +101,7 @@ def topk(noise: Noise, hidden: Tensor, place: EveryClass, k: int) -> tuple[Tenso
     for part, psi in class_blocks(h, place):
         total = torch.logaddexp(total, torch.logsumexp(psi, dim=1))
         best = merge_highest(best, psi, part.start, min(k, len(place.weight)))
-    assert best is not None  # k <= n_classes, so there are some
+    assert best is not None  # k <= n_classes
     scores, classes = place.highest(*best, k)
     if type(noise) is Gumbel:
         return scores - place.log_sum(total)[:, None], classes

@@ -1,8 +1,8 @@
-"""Activation checkpointing: a forward pass that is repeated inside the backward pass repeats its draw.
+"""Activation checkpointing: the recomputation of a forward pass in the backward pass repeats its draw.
 
-`torch.utils.checkpoint` runs the checkpointed function again in the backward pass. A head that drew new classes there
-would return the loss of one sample and the gradient of another, and would learn its local parameters twice. So a head
-remembers its last calls: which step of the random numbers each used, and which q(v) of its rows.
+`torch.utils.checkpoint` runs the checkpointed function again in the backward pass. With newly drawn classes the loss
+and the gradient would be of different samples, and the local parameters would be updated twice. A head therefore
+records its last calls: the step of the random numbers, and q(v) of the rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ._step import Step
 
-# Calls whose backward passes may come after all of them (gradient accumulation, chunks of a sequence): at least so
-# many, and more as long as their parts of q(v) have no more numbers than that (16 MB).
+# Number of recorded calls, for backward passes after several calls (gradient accumulation, chunks of a sequence): at
+# least so many, and more while their parts of q(v) have no more numbers than that (16 MB).
 REMEMBERED, REMEMBERED_NUMBERS = 64, 1 << 22
 
 
 class Call(NamedTuple):
-    """One forward pass: the how many-th it was, which parts of q(v) (Q, B) it used, and whether it learned.
+    """One forward pass: its number, its parts of q(v) (Q, B), and whether it updated the local parameters.
 
-    `target` is kept, so that no other tensor can get its place in memory.
+    `target` is referenced, so that its memory is not reused by another tensor.
     """
 
     signature: tuple[Any, ...]
@@ -35,13 +35,13 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """The last calls of a head. Not part of its state: copies and pickles begin without any."""
+    """The last calls of a head. Not part of its state: copies and pickles start empty."""
 
     def __init__(self) -> None:
         self.number = 0
         self._last: deque[Call] = deque()
-        self._open: set[int] = set()  # numbers of remembered calls that have not been repeated
-        self._numbers = 0  # in all parts that are remembered
+        self._open: set[int] = set()  # numbers of recorded calls that have not been repeated
+        self._numbers = 0  # in all recorded parts
         self._forgotten: set[tuple[Any, ...]] = set()  # signatures of calls that were dropped before they were repeated
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
@@ -51,7 +51,7 @@ class Calls:
         return Calls, ()
 
     def add(self, hidden: Tensor, target: Tensor, step: Step, training: bool) -> None:
-        """Count a call that was just made, and remember it if it may be repeated."""
+        """Count a call, and record it if it may be repeated."""
         if step.used is not None and (training or torch.is_grad_enabled()):
             call = Call(_signature(hidden, target), target, training, self.number, step.used, step.learn)
             self._last.append(call)
@@ -68,19 +68,19 @@ class Calls:
     def repeated(self, hidden: Tensor, target: Tensor, training: bool) -> Call | None:
         """The call that is being repeated, if this is one inside a backward pass; else None.
 
-        It had the same shapes. The last one with the same target tensor comes first. Targets that are made inside the
-        checkpointed function are new tensors: then it is one of the same mode, training or not, with the same values
-        (asked for where there is a choice: on a GPU the host waits), the last one where there are several.
+        Candidates have the same shapes. The last one with the same target tensor is chosen. Targets created inside the
+        checkpointed function are new tensors: then it is the last one of the same mode (training or not) with the same
+        values; values are compared only if there are several candidates, since that synchronises on a GPU.
         """
         if torch._C._current_graph_task_id() == -1:
             return None
-        alike = [call for call in reversed(self._last) if call.signature == _signature(hidden, target)]
-        same_target = [call for call in alike if call.target.data_ptr() == target.data_ptr()]
-        alike = [call for call in alike if call.training == training]
-        waiting = [call for call in alike if call.number in self._open]
+        same_shapes = [call for call in reversed(self._last) if call.signature == _signature(hidden, target)]
+        same_target = [call for call in same_shapes if call.target.data_ptr() == target.data_ptr()]
+        same_shapes = [call for call in same_shapes if call.training == training]
+        waiting = [call for call in same_shapes if call.number in self._open]
         if not same_target and len(waiting) > 1:
             waiting = [call for call in waiting if _same_values(call.target, target)]
-        for candidates in (same_target, waiting, alike):
+        for candidates in (same_target, waiting, same_shapes):
             for call in candidates:
                 if call.number in self._open:
                     self._open.discard(call.number)
@@ -91,7 +91,7 @@ class Calls:
                 f"{len(self._last)} calls, and its draw is no longer known. Call backward() after fewer calls, with "
                 "larger chunks, or leave the head out of the checkpointed function."
             )
-        return (same_target or alike or [None])[0]
+        return (same_target or same_shapes or [None])[0]
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

@@ -1,16 +1,15 @@
-"""The head's weight rows: their first values, and one step of its own optimiser on every touched row.
+"""The head's weight rows: initial values, and one step of the fused optimiser on every touched row.
 
     "adagrad"            s <- s + g^2                                w <- w - rate g / (sqrt(s) + eps)
     "rowwise-adagrad"    s_k <- s_k + mean of g_kd^2 over g_kd != 0  the same, with one s for a row of weights
     "adam"               m <- b1^n m + (1-b1) g,  v <- b2^n v + (1-b2) g^2,    w <- w - rate mhat / (sqrt(vhat) + eps)
 
-g is the gradient of the loss that was returned, so it goes down; all pairs of a class are summed before its one step.
-With `max_norm` a row's g, bias included, is scaled down to that length. With `weight_decay` d a row shrinks by
-(1 - rate d)^n at its step, n counted as for Adam, apart from the gradient as in AdamW; biases do not.
-Adam's n is 1 plus the number of steps since the row was last touched: the decay that dense Adam would have applied
-meanwhile is made up for ("lazy"), without moving the row while it was not touched. Given as an object
-`augment_reduce.Adam`, n is always 1, as in torch's SparseAdam. Weights in bfloat16 are rounded at random, up with
-probability equal to the part that is cut off, so that steps smaller than their spacing are not lost on average.
+g is the gradient of the returned loss (descent); the gradients of a class are summed before its step. With `max_norm` a
+row's g, bias included, is clipped to that norm. With `weight_decay` d a row is multiplied by (1 - rate d)^n at its
+step, n as for Adam, decoupled from the gradient as in AdamW; biases are not decayed. Adam's n is 1 plus the number of
+steps since the row was last touched: the decay that dense Adam would have applied in between is applied then ("lazy").
+With an object `augment_reduce.Adam`, n is always 1, as in torch's SparseAdam. Weights in bfloat16 are rounded
+stochastically, so that steps smaller than their spacing are not lost on average.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ._plain import LARGEST, RowGradient
 from ._state import Kept, buffer
 
 ADAGRAD, ROWWISE, ADAM = 0, 1, 2
-FIRST_NUMBERS = 1 << 22  # first weights of all ranks at a time
+FIRST_NUMBERS = 1 << 22  # initial weights of all ranks drawn at a time
 KINDS: dict[type[RowOptimizer], int] = {Adagrad: ADAGRAD, RowwiseAdagrad: ROWWISE, Adam: ADAM}
 NAMES: dict[str, type[Adagrad] | type[RowwiseAdagrad] | type[Adam]] = {
     "adagrad": Adagrad, "rowwise-adagrad": RowwiseAdagrad, "adam": Adam,
@@ -43,7 +42,7 @@ NAMES: dict[str, type[Adagrad] | type[RowwiseAdagrad] | type[Adam]] = {
 
 
 def on_host(class_counts: Tensor | np.ndarray) -> np.ndarray:
-    """(K,) float64; checked where it is used."""
+    """(K,) float64; checked by its users."""
     values = class_counts.detach().cpu().numpy() if isinstance(class_counts, Tensor) else class_counts
     return np.asarray(values, dtype=np.float64)
 
@@ -53,9 +52,9 @@ def first_weights(
     noise: Noise, weight: Tensor, bias: Tensor | None, counts: np.ndarray | None, seed: int,
     layout: ClassShard | None = None,
 ) -> None:  # fmt: skip
-    """Weights as in torch.nn.Linear, made where they live: 10^7 x 512 of them are more than a host may have.
+    """Initial weights as in torch.nn.Linear, drawn on their device: 10^7 x 512 may exceed the host's memory.
 
-    Biases: log frequencies where these are known and the model's scores are on that scale, else 0.
+    Biases: log frequencies if these are known and the model's scores are on that scale, else 0.
     """
     reach = 1.0 / math.sqrt(weight.shape[1])
     generator = torch.Generator(weight.device).manual_seed(seed)
@@ -72,7 +71,7 @@ def first_weights(
 
 
 def _uniform_shard(weight: Tensor, reach: float, generator: torch.Generator, layout: ClassShard) -> None:
-    """On a CPU the rows that one process would have: the numbers of all classes are drawn, a block at a time."""
+    """On a CPU the same rows as in one process: the numbers of all classes are drawn, a block at a time."""
     D, R = weight.shape[1], layout.n_ranks
     size = max(1, FIRST_NUMBERS // (D * R)) * R
     block = weight.new_empty(size, D)
@@ -83,7 +82,7 @@ def _uniform_shard(weight: Tensor, reach: float, generator: torch.Generator, lay
 
 
 class Settings(NamedTuple):
-    """Of a row optimiser, beside its rule."""
+    """Settings of a row optimiser, in addition to its rule."""
 
     weight_decay: float = 0.0
     max_norm: float | None = None
@@ -100,10 +99,10 @@ class Settings(NamedTuple):
 
 
 class RowUpdate(Kept):
-    """An optimiser bound to a weight (K, D) and a bias (K,): its settings and what it remembers of every row.
+    """An optimiser bound to a weight (K, D) and a bias (K,): its settings and its state of every row.
 
-    `rate` and `steps` are tensors on the device, so that a captured step can be given another learning rate. `group`
-    is what `head.fused_optimizer` shows as its param group: setting "lr" there sets `rate`.
+    `rate` and `steps` are tensors on the device, so that the learning rate of a captured step can be changed. `group`
+    is the param group of `head.fused_optimizer`: setting "lr" there sets `rate`.
     """
 
     rate: Tensor
@@ -129,7 +128,7 @@ class RowUpdate(Kept):
         self.beta1, self.beta2 = (rule.beta1, rule.beta2) if isinstance(rule, Adam) else (0.0, 0.0)
         settings = (settings or Settings()).checked(rule)
         self.initial = settings.initial_accumulator_value
-        # What is moved, by name; a head checks that these are still its parameters. A plain dict: not its children.
+        # The updated parameters, by name; a head checks that they are still its own. A plain dict: not its children.
         self.follows: dict[str, Any] = {"weight": weight, "bias": bias}
         self.group = Group(self, float(rule.learning_rate), settings)
         self.pending = Pending()
@@ -156,11 +155,11 @@ class RowUpdate(Kept):
         self.pending.clear()
 
     def get_extra_state(self) -> Tensor:
-        """The rule, as bytes: what one rule remembers means nothing to another."""
+        """The rule, as bytes: the state of one rule is not valid for another."""
         return torch.tensor(list(self._recipe.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Looked at before anything is loaded."""
+        """Checked before anything is loaded."""
 
     @property
     def _recipe(self) -> str:
@@ -170,7 +169,7 @@ class RowUpdate(Kept):
         self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """The memory of the same rule; one of another rule, or of none, leaves this one as it is, and a warning."""
+        """Load the state of the same rule; that of another rule, or of none, is ignored with a warning."""
         self.pending.clear()
         recipe = state_dict.get(prefix + "_extra_state")
         found = None if recipe is None else bytes(recipe.tolist()).decode()
@@ -206,7 +205,7 @@ class RowUpdate(Kept):
 
     @torch.no_grad()
     def take(self, weight: Tensor | None, bias: Tensor | None, grad: RowGradient, key: int, counter: Tensor) -> None:
-        """One step on the rows in `grad`, now; or, if somebody calls step() of the optimiser, then."""
+        """One step on the rows in `grad`: now, or in step() of the optimiser if that is used."""
         if self.pending.waits:
             self.pending.add(weight is not None, bias is not None, grad, key, counter)
         else:
@@ -214,7 +213,7 @@ class RowUpdate(Kept):
 
     @torch.no_grad()
     def step(self, scale: Tensor | None = None) -> None:
-        """The step on all that has been collected, times `scale`, if there is anything."""
+        """The step on the accumulated gradients, if any, times `scale`."""
         if self.pending.rows:
             *moves, grad, key, counter = self.pending.summed()
             found = (self.follows["weight"], self.follows["bias"])
@@ -226,7 +225,7 @@ class RowUpdate(Kept):
     def apply_(self, weight: Tensor | None, bias: Tensor | None, grad: RowGradient, key: int, counter: Tensor) -> None:
         """One step on the rows in `grad`; plain torch, `nn/triton/step.py` does the same in one pass.
 
-        `weight` or `bias` None: not moved, because it is frozen or because there is none.
+        `weight` or `bias` None: not updated, because it is frozen or absent.
         """
         self.steps += 1
         random = _hash.step_key(key, counter, _hash.ROUNDING)
@@ -240,7 +239,7 @@ class RowUpdate(Kept):
     def _apply_block(
         self, weight: Tensor | None, bias: Tensor | None, touched: Tensor, g: Tensor, g_bias: Tensor, random: Tensor
     ) -> None:
-        """A gradient that is not finite, or too large to be squared, does not move its weight."""
+        """A gradient that is not finite, or too large to be squared, does not update its weight."""
         g, g_bias = (torch.where(x.abs() < LARGEST, x, 0.0) for x in (g, g_bias))
         if self.max_norm is not None:
             square = g.square().sum(1) + (g_bias.square() if bias is not None else 0.0)
@@ -256,17 +255,17 @@ class RowUpdate(Kept):
             weight[touched] = rounded(moved, weight.dtype, random, self.layout.classes(touched))
         if bias is not None:
             move = self._move(g_bias, touched, self.first_bias, self.second_bias, decay)
-            at = self.layout.classes(touched) + self._n_weights  # places after those of the weights
+            at = self.layout.classes(touched) + self._n_weights  # random numbers after those of the weights
             bias[touched] = rounded((bias[touched].to(move.dtype) - move)[:, None], bias.dtype, random, at)[:, 0]
         if len(self.last):
             self.last[touched] = self.steps.to(torch.int32)
 
     def _due(self, touched: Tensor) -> Tensor:
-        """n of the formulas: how many steps each touched row has not taken part in, and this one."""
+        """n of the formulas: the number of steps since each touched row was last updated."""
         return (self.steps - self.last[touched]) if len(self.last) else torch.ones_like(touched)
 
     def _move(self, g: Tensor, touched: Tensor, first: Tensor, second: Tensor, decay: Tensor) -> Tensor:
-        """Update the states of the touched rows; return what to subtract from their weights."""
+        """Update the states of the touched rows; return the decrement of their weights."""
         if self.kind == ADAM:
             return self._adam(g, touched, first, second, decay)
         s = first[touched]
@@ -275,7 +274,7 @@ class RowUpdate(Kept):
         return self.rate.to(g.dtype) * by * follow
 
     def _adam(self, g: Tensor, touched: Tensor, first: Tensor, second: Tensor, decay: Tensor) -> Tensor:
-        """`augment_reduce.Adam`, decayed n steps at once, its step number on the device."""
+        """`augment_reduce.Adam`, decayed n steps at once, with its step number on the device."""
         n = decay.to(g.dtype).reshape(-1, *[1] * (g.ndim - 1))
         m = first[touched] * self.beta1**n + (1.0 - self.beta1) * g
         v = second[touched] * self.beta2**n + (1.0 - self.beta2) * g * g
@@ -289,7 +288,8 @@ class RowUpdate(Kept):
 
 
 def rounded(x: Tensor, dtype: torch.dtype, key: Tensor, rows: Tensor) -> Tensor:
-    """x (n, D) in `dtype`; to bfloat16 at random, unbiased: add 16 random bits below those that are kept, then cut."""
+    """x (n, D) in `dtype`; stochastic rounding to bfloat16: add 16 random bits below those that are kept, then
+    truncate."""
     if dtype != torch.bfloat16:
         return x.to(dtype)
     place = ((rows * x.shape[1])[:, None] + torch.arange(x.shape[1], device=x.device)) & _hash.MASK

@@ -1,7 +1,7 @@
-"""Checkpoints of networks whose heads share their classes over ranks: saved on R ranks, loaded on any number.
+"""Checkpoints of networks with sharded heads: saved on R ranks, loaded on any number.
 
     folder/step-00000120/shard-00001-model-....safetensors      tensors, by torch.distributed.checkpoint
-                         manifest.json                          what they are, and their files; written last
+                         manifest.json                          shapes, dtypes and files; written last
 
 Written and read by `persistence.rank_files`; here, which tensors of a network have rows of classes.
 """
@@ -39,10 +39,10 @@ def save_sharded(
     model: nn.Module, folder: str | Path, step: int, *, optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Tensor] | None = None, keep: int = 2,
 ) -> Path:  # fmt: skip
-    """Save a network, on all ranks together, as `folder/step-...`; the newest `keep` are kept, older ones removed.
+    """Save a network as `folder/step-...`; the newest `keep` are kept, older ones removed. Collective: on all ranks.
 
     `optimizer`: a torch optimiser of (some of) its parameters; `extra`: tensors that are the same on every rank, such
-    as the state of a generator. A save that is interrupted leaves the checkpoints that there were.
+    as the state of a generator. An interrupted save does not affect earlier checkpoints.
     """
     shards, ranks = _shards_of(model)
     target = Path(folder) / f"step-{step:08d}"
@@ -59,8 +59,8 @@ def save_sharded(
 def load_sharded(
     model: nn.Module, folder: str | Path, *, optimizer: torch.optim.Optimizer | None = None
 ) -> Loaded | None:
-    """Load the newest checkpoint in `folder` into `model` (and `optimizer`), on all ranks together; None if there is
-    none. One that is not whole is passed over with a warning, and the one before it is taken."""
+    """Load the newest checkpoint in `folder` into `model` (and `optimizer`); None if there is none. An incomplete one
+    is skipped with a warning, and the previous one is loaded. Collective: on all ranks."""
     shards, ranks = _shards_of(model)
     names = ranks.gather_text(json.dumps([path.name for path in _steps(Path(folder))]), "looking for checkpoints")
     problems: list[str] = []
@@ -95,7 +95,8 @@ def _load(
 
 
 class _State:
-    """The tensors of a model and an optimiser as they stand in files: rows of classes as DTensors in their order."""
+    """The tensors of a model and an optimiser as stored in files: rows of classes as DTensors, in the order of
+    classes."""
 
     def __init__(self, model: nn.Module, shards: dict[str, Shards], optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
@@ -105,14 +106,14 @@ class _State:
         self.of_parameter = {i: own[id(p)] for i, p in enumerate(parameters) if id(p) in own}
 
     def _shards_of(self, name: str) -> Shards | None:
-        """Of a tensor with one row a class."""
+        """The shards of a tensor with one row a class."""
         if name.startswith("optimizer."):
             found = self.of_parameter.get(int(name.split(".")[2]))
             return None if found is None else found[0]
         return self.of_rows.get(name)
 
     def _own(self) -> dict[str, Tensor]:
-        with warnings.catch_warnings():  # of targets out of range: train() raises
+        with warnings.catch_warnings():  # targets out of range: train() raises
             warnings.simplefilter("ignore")
             found = {f"model.{name}": x for name, x in self.model.state_dict().items()}
         if self.optimizer is not None:
@@ -171,7 +172,7 @@ class _State:
 
 
 def _shards_of(model: nn.Module) -> tuple[dict[str, Shards], Ranks]:
-    """The heads of a model that share classes, by the prefix of their names; and the ranks that save together."""
+    """The sharded heads of a model, by the prefix of their names, and their ranks."""
     heads = {name: x for name, x in model.named_modules() if isinstance(x, AugmentReduceHead)}
     shards = {f"{name}." if name else "": x.shards for name, x in heads.items() if x.shards is not None}
     if shards:

@@ -1,8 +1,8 @@
-"""A step of a head whose classes are on several ranks: `_step.py` between an exchange of rows and one of gradients.
+"""A step of a sharded head: exchange of rows, `_step.py`, exchange of gradients.
 
-The loss of "mean" and "sum" is that of the rows of all ranks, the same number on every rank, and `hidden` gets its
-gradient by that loss. So the gradients of a network before the head are to be summed over ranks. Wrappers that average
-them (DDP, FSDP2) divide by the number of ranks: `trunk_gradients="mean"` multiplies by it first.
+With reduction "mean" or "sum" the loss is that of the rows of all ranks, the same number on every rank, and `hidden`
+gets the gradient of that loss. The gradients of a network before the head therefore have to be summed over ranks.
+Wrappers that average them (DDP, FSDP2) divide by the number of ranks: `trunk_gradients="mean"` multiplies by it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ from ._step import Saved, Step
 if TYPE_CHECKING:
     from .head import AugmentReduceHead
 
-FLAGS = ("train()", "gradients", "sample_weight", "index", "group")  # what the ranks have to agree on in a step
+FLAGS = (
+    "train()",
+    "gradients",
+    "sample_weight",
+    "index",
+    "group",
+)  # equal on all ranks in a step
 
 
 @dataclass
 class Shared:
-    """`rows` are this rank's, set by the checks; `sizes` the numbers of rows of all ranks."""
+    """`rows`: this rank's rows, set by the checks; `sizes`: the numbers of rows of all ranks."""
 
     rows: Rows | None = None
     sizes: list[int] | None = None
@@ -41,7 +47,7 @@ class Shared:
 
 @contextlib.contextmanager
 def sharing_errors(head: AugmentReduceHead) -> Iterator[Shared]:
-    """Around the checks of a rank's own rows: where they fail, all ranks raise. Then `sizes` are known."""
+    """Context of the checks of a rank's rows: if they fail, all ranks raise. Afterwards `sizes` is set."""
     shared, error = Shared(), None
     if head.shards is None:
         yield shared
@@ -90,7 +96,8 @@ class ShardedStep:
         return loss[self.own] if step.reduction == "none" else loss, saved
 
     def _exchange(self, step: Step) -> str:
-        """A persistent q belongs to rows that may come to another rank, smoothing is about the rows of all classes."""
+        """Persistent q needs "hidden" (a row may be on another rank at its next visit), label smoothing needs
+        "rows"."""
         if step.local.mode == "persistent":
             return "hidden"
         if step.label_smoothing:
@@ -102,7 +109,7 @@ class ShardedStep:
         return step.sampler.n_sampled + (min(sum(self.sizes), MOST_LABELS) if step.in_batch else 0)
 
     def _gather(self, step: Step) -> None:
-        """What belongs to the rows, of all ranks."""
+        """Gather targets, weights and the other arguments of the rows of all ranks."""
         given = [x for x in (step.target, step.index, step.group) if x is not None]
         every = iter(self.ranks.gather_rows(torch.stack(given, dim=1), self.sizes, "targets").T.contiguous())
         step.target = next(every)
@@ -124,7 +131,7 @@ class ShardedStep:
         return self._of_own_hidden(step, of_hidden)
 
     def _upstream(self, step: Step, grad: Tensor) -> Tensor:
-        """The gradient by each row's loss, whichever rank it came to."""
+        """The gradient by each row's loss, for the rows of all ranks."""
         if isinstance(step.placed, GatheredRows):
             return grad
         own = grad.expand(self.sizes[self.ranks.rank])
@@ -137,7 +144,7 @@ class ShardedStep:
 
 
 def of_all_ranks(shards: Shards, answer: Callable[..., Any], *rows: Tensor) -> Any:
-    """The own part of what `answer` says of the rows of all ranks; a tensor, or a tuple of them."""
+    """The own rows' part of `answer` for the rows of all ranks; a tensor, or a tuple of them."""
     ranks, n_rows = shards.ranks, len(rows[0])
     sizes = ranks.raise_together(None, "an answer of a head", n_rows)
     found = answer(*(ranks.gather_rows(x, sizes, "rows to answer for") for x in rows))
@@ -150,7 +157,7 @@ def of_all_ranks(shards: Shards, answer: Callable[..., Any], *rows: Tensor) -> A
 def sharded_exact_loss(
     shards: Shards, sizes: list[int], hidden: Tensor, weight: Tensor, bias: Tensor | None, what: Exactly
 ) -> Tensor:
-    """The exact loss of the rows of all ranks; of "none" the own rows'."""
+    """The exact loss of the rows of all ranks; with reduction "none" of the own rows."""
     refuse_compilers(shards)
     ranks = shards.ranks
     what = what._replace(
@@ -166,7 +173,7 @@ def sharded_exact_loss(
 
 
 class _GatheredRows(torch.autograd.Function):
-    """Hidden rows of all ranks; their gradients are summed over ranks on the way back."""
+    """Gathers the hidden rows of all ranks; the backward pass sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shards: Shards, sizes: list[int]) -> Tensor:
@@ -181,7 +188,7 @@ class _GatheredRows(torch.autograd.Function):
 
 
 class _OwnRows(torch.autograd.Function):
-    """The own rows' losses; every rank gets the gradients by all of them."""
+    """Selects the own rows' losses; the backward pass gathers the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, shards: Shards, sizes: list[int], first: int) -> Tensor:

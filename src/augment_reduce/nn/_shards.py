@@ -1,13 +1,13 @@
-"""Classes on several ranks: where their rows are in a step, and what a step sends between ranks.
+"""Classes sharded over ranks: the placements of a step, and its collectives.
 
     exchange    every rank                                                        sent by a rank, R ranks, B rows each
-    "hidden"    scores all rows against its own classes; the sums over classes    2 (R - 1) B D numbers, a few a row
-                of `_plain.Reduced` are added up over ranks
+    "hidden"    scores all rows against its own classes; the sums over classes    2 (R - 1) B D numbers, and a few a row
+                of `_plain.Reduced` are reduced over ranks
     "rows"      fetches the label rows of its own rows and all |S| sampled rows,  2 (B + |S|) D (R - 1) / R numbers
                 and sends their gradients back
 
-Both give the numbers of one process that has all rows, one rank's after the other's, up to rounding: the draws of a
-step do not depend on the ranks, and random numbers go by a row's number in the whole minibatch.
+Both give the results of one process with the rows of all ranks, concatenated by rank, up to rounding: the draws of a
+step do not depend on the ranks, and random numbers are indexed by the row's number in the whole minibatch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 EXCHANGES = ("hidden", "rows")
 TRUNK_GRADIENTS = ("sum", "mean")
-MOST_REF = 600.0  # of a log sum that leaves a rank as a float64
+MOST_REF = 600.0  # limit of a log sum sent as float64
 
 
 @dataclass
 class Shards:
-    """How a head's classes are laid out over ranks. `exchange` None: the one that sends less."""
+    """The layout of a head's classes over ranks. `exchange` None: the one that sends less."""
 
     ranks: Ranks
     layout: ClassShard
@@ -47,8 +47,8 @@ class Shards:
     exchange: str | None = None
     trunk_gradients: str | None = None
     sync: bool = False
-    unsettled: Unsettled | None = None  # a step whose sums are under way (`_late.py`)
-    last_loss: Tensor | None = None  # of the last step whose sums have arrived
+    unsettled: Unsettled | None = None  # a step with pending sums (`_late.py`)
+    last_loss: Tensor | None = None  # of the last step with completed sums
 
     def agreed_seeds(self, seeds: Tensor, take_first: bool) -> Tensor:
         every = self.ranks.gather(seeds.to(self.ranks.device()), "seeds").cpu()
@@ -58,7 +58,7 @@ class Shards:
         return seeds
 
     def agree(self, head: AugmentReduceHead) -> None:
-        """RankError on every rank unless all have been given the same settings."""
+        """RankError on every rank unless the settings of all are equal."""
         sampler, optimizer = head.sampler, head.optimizer
         shares = "" if not sampler.knows_shares else hashlib.sha256(sampler.share.cpu().numpy().tobytes()).hexdigest()
         facts = {
@@ -85,15 +85,15 @@ class Shards:
         return Chunks(self.ranks, self.layout)
 
     def trunk_factor(self) -> float:
-        """What gradients by hidden rows are multiplied by, of a loss that is being computed: the number of ranks where
-        somebody divides by it afterwards, as a DDP around the head does."""
+        """The factor of the gradients by hidden rows: the number of ranks if a wrapper divides by it, as a DDP around
+        the head does, else 1."""
         averaged = self.trunk_gradients == "mean" or (
             self.trunk_gradients is None and DistributedDataParallel._get_active_ddp_module() is not None
         )
         return float(self.ranks.size) if averaged else 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
-        """For a copy of the head: on the same ranks, without the step that is under way."""
+        """For a copy of the head: on the same ranks, without the pending step."""
         return replace(self, unsettled=None)
 
     def exchange_for(self, sizes: list[int], n_columns: int) -> str:
@@ -107,7 +107,7 @@ class Shards:
 def shards_of(
     process_group: Any, n_classes: int, softmax: bool, exchange: str | None, trunk_gradients: str | None, sync: bool
 ) -> Shards | None:
-    """From a head's arguments; None without a process group."""
+    """The shards for a head's arguments; None without a process group."""
     for name, value, names in (
         ("exchange", exchange, EXCHANGES),
         ("trunk_gradients", trunk_gradients, TRUNK_GRADIENTS),
@@ -125,7 +125,7 @@ def shards_of(
 
 
 class OwnClasses(EveryClass):
-    """Exchange "hidden": `weight` has this rank's classes, and the rows of all ranks are here."""
+    """Exchange "hidden": `weight` has this rank's classes, and the rows of all ranks are gathered."""
 
     def __init__(self, shards: Shards, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -144,7 +144,7 @@ class OwnClasses(EveryClass):
         return class_rows(self.weight, self.bias, self.layout.row(classes), dtype)
 
     def label_scores(self, hidden: Tensor, label: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """The label rows of other ranks are zero here: gradients by hidden rows are summed over ranks."""
+        """Label rows of other ranks are zero, since gradients by hidden rows are summed over ranks."""
         own = self.layout.is_own(label)
         psi, rows = label_scores(hidden, self.weight, self.bias, torch.where(own, self.layout.row(label), 0))
         psi = self.ranks.sum_(torch.where(own, psi, 0.0), "the sum of label scores")
@@ -154,13 +154,13 @@ class OwnClasses(EveryClass):
         return self.layout.own_rows(classes)
 
     def reduce(self, sums: Reduced) -> Reduced:
-        """A softmax's sum of omega_k e^{psi_k - c} in float64 needs no shift that ranks agree on."""
+        """A softmax's sum of omega_k e^{psi_k - c} in float64 needs no common shift over ranks."""
         if self.softmax:
-            total = sums.pull * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF))
+            total = sums.grad_class * torch.exp(sums.ref.double().clamp(-MOST_REF, MOST_REF))
             return in_units(self.ranks.sum_(total, "the sum over classes"), sums)
-        every = torch.stack([sums.pull, sums.value, sums.bend])
-        pull, value, bend = self.ranks.sum_(every, "the sums over classes")
-        return Reduced(pull, value, bend, sums.ref)
+        every = torch.stack([sums.grad_class, sums.value, sums.bend])
+        grad_class, value, bend = self.ranks.sum_(every, "the sums over classes")
+        return Reduced(grad_class, value, bend, sums.ref)
 
     def log_sum(self, values: Tensor) -> Tensor:
         return torch.logsumexp(self.ranks.gather(values, "log sums over classes"), dim=0)
@@ -190,10 +190,10 @@ class OwnClasses(EveryClass):
 
 
 def in_units(total: Tensor, sums: Reduced) -> Reduced:
-    """A softmax's sum (B,) as `Reduced`."""
+    """`Reduced` of a softmax's sum (B,)."""
     log_total = torch.log(total).clamp_min(-MOST_REF)
     ref = torch.where((log_total.abs() > FAR) & log_total.isfinite(), log_total, 0.0)
-    return sums._replace(pull=total * torch.exp(-ref), ref=ref.to(sums.ref.dtype))
+    return sums._replace(grad_class=total * torch.exp(-ref), ref=ref.to(sums.ref.dtype))
 
 
 class GatheredRows(EveryClass):
@@ -204,7 +204,7 @@ class GatheredRows(EveryClass):
         self.ranks, self.layout, self.sizes = shards.ranks, shards.layout, sizes
         self.n_classes = self.nobody = self.layout.n_classes
         self.first_row = sum(sizes[: self.ranks.rank])
-        self.columns: Tensor | None = None  # of the gradients; a second sample has none
+        self.columns: Tensor | None = None  # of the gradients; none for a second sample
 
     def begin(self, label: Tensor) -> None:
         """Fetch the rows of these labels, with their biases."""
@@ -236,11 +236,11 @@ class GatheredRows(EveryClass):
         return label_scores(hidden, *self._split(self.label_rows[part]), every)
 
     def home(self, found: RowGradient) -> RowGradient:
-        """Gradients sent to the ranks that have their classes, those by columns added up on the way."""
+        """Send gradients to the ranks of their classes; those by columns are reduced."""
         assert self.columns is not None
         assert found.labels is not None
         order, counts = _by_owner(self.layout, self.columns)
-        by_column = torch.cat([found.values, found.bias[:, None]], dim=1)[order]  # the row of smoothing is nobody's
+        by_column = torch.cat([found.values, found.bias[:, None]], dim=1)[order]  # the row of smoothing is of no class
         by_column = self.ranks.scatter_sum(by_column, counts, "gradients by sampled rows")
         classes = found.classes[order].split(counts)[self.ranks.rank]
         target, scale, hidden = found.labels
@@ -262,7 +262,7 @@ class GatheredRows(EveryClass):
         return tuple(part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, sums, strict=True))
 
     def _with_bias(self, rows: Tensor) -> Tensor:
-        """(n, D + 1) weight rows here, each with its bias."""
+        """(n, D + 1) weight rows of this rank, each with its bias."""
         weight = self.weight[rows]
         bias = weight.new_zeros(len(rows)) if self.bias is None else self.bias[rows].to(weight.dtype)
         return torch.cat([weight, bias[:, None]], dim=1)
@@ -272,14 +272,14 @@ class GatheredRows(EveryClass):
 
 
 def _by_owner(layout: ClassShard, classes: Tensor) -> tuple[Tensor, list[int]]:
-    """(the order that sorts classes by the rank that has them, how many each rank has)."""
+    """(the order that sorts classes by rank, the number of each rank)."""
     owner = layout.owner(classes)
     counts = torch.bincount(owner, minlength=layout.n_ranks).tolist()
     return torch.argsort(owner, stable=True), counts
 
 
 class _Mail:
-    """Rows that go to the owners of their classes, and answers that come back. `received`: classes asked of us."""
+    """All-to-all of rows to the owners of their classes, and back. `received`: the classes requested from this rank."""
 
     def __init__(self, ranks: Ranks, layout: ClassShard, classes: Tensor) -> None:
         self.ranks = ranks

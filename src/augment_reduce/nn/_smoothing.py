@@ -1,12 +1,12 @@
-"""What label smoothing and a z-loss add to a softmax's objective: linear in sums over classes, hence unbiased.
+"""Label smoothing and z-loss terms of a softmax's objective: linear in sums over classes, hence unbiased.
 
 Smoothing by s adds s (mean_k psi_k - psi_y) to the bound. With a = h m + b_m, m any row that does not depend on this
 sample, mean_k psi_k = a + (1 / K) sum_k (psi_k - a) is estimated by
 
     a + (1 / K) [psi_y - a + sum_{k in S} omega_k (psi_k - a)]
 
-whatever m is; a running mean of the class rows takes away what they have in common, and with it most of the noise.
-A z-loss z (log Z)^2, linear in Z about e^c: z (c^2 + 2 c (Z e^{-c} - 1)), right to first order where c is right.
+for any m; a running mean of the class rows is a control variate that removes most of the variance.
+A z-loss z (log Z)^2, linearised in Z at e^c: z (c^2 + 2 c (Z e^{-c} - 1)), exact to first order in log Z - c.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RATE = 0.01  # of the running mean
 
 
 class ClassMean(Kept):
-    """A running mean of the weight rows and biases of all classes, from the rows that are drawn."""
+    """A running mean of the weight rows and biases of all classes, from the drawn classes."""
 
     row: Tensor
     bias: Tensor
@@ -39,7 +39,7 @@ class ClassMean(Kept):
             value.zero_()
 
     def learn(self, rows: Tensor, row_bias: Tensor | None, log_weight: Tensor) -> None:
-        """After a step: towards sum_k omega_k w_k / K of its drawn classes."""
+        """After a step: update by sum_k omega_k w_k / K of its drawn classes."""
         share = torch.exp(log_weight).to(rows.dtype) / self.n_classes
         self.learned += 1.0
         rate = torch.clamp(1.0 / self.learned, min=RATE)
@@ -56,7 +56,9 @@ def with_z_loss(found: Objective, c: Tensor, floor: float | None, z: float) -> O
     value = c.square() + 2.0 * c * torch.expm1(found.slope.clamp(max=LARGEST_LOG))
     factor = 1.0 + 2.0 * z * (c + raised)
     return found._replace(
-        bound=found.bound - z * value, pull=found.pull * factor[:, None], lift=1.0 - (1.0 - found.lift) * factor
+        bound=found.bound - z * value,
+        grad_class=found.grad_class * factor[:, None],
+        grad_label=1.0 - (1.0 - found.grad_label) * factor,
     )
 
 
@@ -64,11 +66,13 @@ def smoothed(
     found: Objective, psi: Tensor, psi_y: Tensor, own: Tensor, log_weight: Tensor, anchor: Tensor, smoothing: float,
     n_classes: int,
 ) -> Objective:  # fmt: skip
-    """`pull` gets one more column, for the row m that `anchor` (B,), a, was computed from."""
+    """`grad_class` gets an additional column, for the row m from which `anchor` (B,), a, was computed."""
     share = torch.exp(log_weight).to(psi.dtype).expand_as(psi).masked_fill(own, 0.0) / n_classes
     mean = anchor + (psi_y - anchor) / n_classes + (share * (psi - anchor[:, None])).sum(1)
     rest = 1.0 - 1.0 / n_classes - share.sum(1)
-    pull = torch.cat([found.pull - smoothing * share, -smoothing * rest[:, None]], dim=1)
+    grad_class = torch.cat([found.grad_class - smoothing * share, -smoothing * rest[:, None]], dim=1)
     return found._replace(
-        bound=found.bound + smoothing * (mean - psi_y), pull=pull, lift=found.lift - smoothing * (1.0 - 1.0 / n_classes)
+        bound=found.bound + smoothing * (mean - psi_y),
+        grad_class=grad_class,
+        grad_label=found.grad_label - smoothing * (1.0 - 1.0 / n_classes),
     )

@@ -1,4 +1,4 @@
-"""Numbers that keep their precision: a module whose buffers follow it to a device, but not to another dtype."""
+"""A module whose buffers are moved to another device, but not converted to another dtype."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class Kept(nn.Module):
-    """Base of what a head remembers beside its weights. `head.to(torch.bfloat16)` must not round it.
+    """Base of a head's state other than its weights. `head.to(torch.bfloat16)` must not round it.
 
-    A cumulative sum over 10^7 classes is useless below float64, and so are running averages below float32.
-    Constructed on the meta device, the buffers get their first values when they are given memory (`to_empty`).
+    A cumulative sum over 10^7 classes needs float64, running averages need float32.
+    Constructed on the meta device, buffers are initialised when they are allocated (`to_empty`).
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -32,7 +32,7 @@ class Kept(nn.Module):
         return any(value.is_meta for value in self.buffers(recurse=False))
 
     def reset_buffers(self) -> None:
-        """Give every buffer the value it has in a new object, in place."""
+        """Set every buffer to its initial value, in place."""
         raise NotImplementedError
 
 
@@ -42,7 +42,7 @@ def buffer(module: nn.Module, name: str, value: Tensor, *, saved: bool = True) -
 
 
 class Clock(Kept):
-    """Where a head is in its random numbers, and what it has counted (see `nn/_step.Step`)."""
+    """The random-number counter and the tallies of a head (see `nn/_step.Step`)."""
 
     counter: Tensor
     seed: Tensor
@@ -62,6 +62,6 @@ class Clock(Kept):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         tally = state_dict.get(prefix + "tally")
-        if isinstance(tally, Tensor) and len(tally) == 4:  # as it was saved before there were more counts
+        if isinstance(tally, Tensor) and len(tally) == 4:  # saved by an older version with fewer counts
             state_dict[prefix + "tally"] = torch.cat([tally, tally.new_tensor([0, int(tally[0]), 0, 0])])
         super()._load_from_state_dict(state_dict, prefix, *args)

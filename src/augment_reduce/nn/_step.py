@@ -4,9 +4,9 @@
                                   weight rows ◄─ gradient by psi ◄─ d loss               `backward`
     _draw.py          _plain.py                   _local.py          _plain.py            _rows.py
 
-`Step` says what a step is to do. `forward` and `backward` do it in plain torch; `nn/triton/step.py` offers the same two
-on a GPU; `_autograd.BoundLoss` hangs either into autograd. Where the (B, C) scores would be large, rows are taken in
-chunks, and the backward pass scores them again instead of keeping them.
+`Step` has the arguments of a step. `forward` and `backward` run it in plain torch, `nn/triton/step.py` on a GPU;
+`_autograd.BoundLoss` wraps either as an autograd function. If the (B, C) scores are large, rows are processed in
+chunks, and the backward pass computes the scores again instead of storing them.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ GAP_RATE = 0.01  # of the running mean of the gap
 
 @dataclass
 class Step:
-    """Everything but the hidden rows and the weights.
+    """All inputs of a step except the hidden rows and the weights.
 
-    `drawn`, `second` and `parts`, where given, stand in for the sampler's classes and for q(v) of each row.
-    `tally` counts: rows seen, rows floored, targets out of range and one such target, rows that were skipped because
-    they were not finite, rows seen when the local step last learned, and sample weights below 0. `gauge` (4,) holds
-    the last minibatch's mean gap and its running mean.
+    `drawn`, `second` and `parts`, if given, replace the sampler's classes and q(v) of each row. `tally` counts: rows
+    trained on, rows clipped by the floor, targets out of range and one such target, rows skipped because they were not
+    finite, rows at the last update of the local step, and sample weights below 0. `gauge` (4,) has the last minibatch's
+    mean gap and its running mean.
     """
 
     noise: Noise
-    target: Tensor  # (B,) int64, as the user gave it
+    target: Tensor  # (B,) int64, as passed by the user
     sampler: SharedSampler | None
     local: Local
     key: int
@@ -74,15 +74,15 @@ class Step:
     sparse: bool = True
     update: RowUpdate | None = None
     gives_weight_gradients: bool = True
-    skipped: Callable[[], None] | None = None  # called after a step on the CPU: says how many rows were skipped
-    used: Tensor | None = None  # (Q, B) parts of q(v) that the forward pass used, written by it
-    rescored: Rescored | None = None  # where rows go in chunks, what the backward pass scores them again with
-    saved: Any = None  # from the forward pass to what keeps it for the backward pass
+    skipped: Callable[[], None] | None = None  # called after a step on the CPU: warns of skipped rows
+    used: Tensor | None = None  # (Q, B) parts of q(v), set by the forward pass
+    rescored: Rescored | None = None  # inputs of the backward pass for chunks of rows
+    saved: Any = None  # set by the forward pass for the backward pass
     transformed: bool = False  # whether inside a transform of torch.func
-    whole: bool = False  # keep all scores for the backward pass, however many they are
-    moved: bool = False  # whether a backward pass through this step has moved the weights
-    place: Callable[[Tensor, Tensor | None], EveryClass] = EveryClass  # of the classes, given weight and bias
-    placed: EveryClass | None = None  # what that gave in the forward pass
+    whole: bool = False  # keep all scores for the backward pass, regardless of their number
+    moved: bool = False  # whether a backward pass of this step has updated the weights
+    place: Callable[[Tensor, Tensor | None], EveryClass] = EveryClass  # placement of the classes, given weight and bias
+    placed: EveryClass | None = None  # the placement of the forward pass
 
     def draw(self, stream: int) -> Drawn:
         given = self.drawn if stream == _hash.MAIN else self.second
@@ -92,7 +92,7 @@ class Step:
         return self.sampler.draw(self.key, self.counter[0], stream)
 
     def claim_move(self) -> None:
-        """The weights move once a step: RuntimeError if they have."""
+        """RuntimeError if this step has updated the weights already."""
         if self.moved:
             raise RuntimeError(
                 "This backward pass goes a second time through a loss whose head moves its own weights, and they moved "
@@ -103,9 +103,10 @@ class Step:
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass: the loss is sum_b weight_b loss_b / denominator.
+    """Tensors for the backward pass: the loss is sum_b weight_b loss_b / denominator.
 
-    `pull` (B, C), `lift` (B,) and `label_rows` (B, D) are empty where rows go in chunks; `used` (Q, B) then gives them.
+    `grad_class` (B, C), `grad_label` (B,) and `label_rows` (B, D) are empty with chunks; they are then recomputed from
+    `used` (Q, B).
     """
 
     hidden: Tensor
@@ -113,15 +114,15 @@ class Saved(NamedTuple):
     label_rows: Tensor
     classes: Tensor
     target: Tensor
-    pull: Tensor
-    lift: Tensor
+    grad_class: Tensor
+    grad_label: Tensor
     row_weight: Tensor
     denominator: Tensor
 
 
 @torch.no_grad()
 def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-    """The loss, and what the backward pass needs. Also the local step, and one tick of the counter."""
+    """The loss, and tensors for the backward pass. Also updates the local parameters and the counter."""
     run = Pass(step, hidden, weight, bias)
     step.placed = run.place
     losses, used, seen, gaps = [], [], [], []
@@ -156,7 +157,7 @@ def forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     step.tally[ROWS_BEFORE] = step.tally[ROWS]
     step.counter += 1
     step.used = torch.cat(used, dim=1)
-    _tell_gap(step, gap, n_seen)
+    _record_gap(step, gap, n_seen)
     denominator = _denominator(step, denominator)
     loss = torch.cat(losses) if step.reduction == "none" else loss / denominator
     return loss, _saved(step, run, one, all_seen, denominator)
@@ -179,8 +180,8 @@ def _report(step: Step, one: Scored, seen: Tensor, part: slice) -> Report:
     return report
 
 
-def _tell_gap(step: Step, total: Tensor, n: Tensor) -> None:
-    """gauge = (mean gap of this minibatch, its running mean, how many minibatches there were)."""
+def _record_gap(step: Step, total: Tensor, n: Tensor) -> None:
+    """gauge = (mean gap of this minibatch, its running mean, number of minibatches)."""
     if step.gauge is None:
         return
     gap = (total / n.clamp_min(1)).to(step.gauge.dtype)
@@ -197,24 +198,26 @@ def _denominator(step: Step, total_weight: Tensor) -> Tensor:
 
 def _saved(step: Step, run: Pass, last: Scored, seen: Tensor, denominator: Tensor) -> Saved:
     row_weight = torch.where(seen, run.row_weight, 0.0)
-    h, label_rows, pull, lift = last.hidden, last.label_rows, last.found.pull, last.found.lift
+    h, label_rows, grad_class, grad_label = last.hidden, last.label_rows, last.found.grad_class, last.found.grad_label
     if len(h) != len(run.hidden):
         step.rescored = Rescored(run, seen)
-        h, pull, lift, label_rows = run.hidden, pull[:0], lift[:0], label_rows[:0]
+        h, grad_class, grad_label, label_rows = run.hidden, grad_class[:0], grad_label[:0], label_rows[:0]
     elif h.device.type != "cpu" or not bool(seen.all()):
-        pull, lift = torch.where(seen[:, None], pull, 0.0), torch.where(seen, lift, 0.0)
+        grad_class, grad_label = torch.where(seen[:, None], grad_class, 0.0), torch.where(seen, grad_label, 0.0)
     columns = run.columns
     classes, nobody = run.place.rows(columns.classes), run.place.nobody
     if columns.kind is not None:
-        classes = torch.where(columns.kind == UNUSED, nobody, classes)  # they touch nothing
+        classes = torch.where(columns.kind == UNUSED, nobody, classes)  # without gradient
     if step.class_mean is not None:
         classes = torch.cat([classes, classes.new_full((1,), nobody)])
-    return Saved(h, run.rows, label_rows, classes, run.place.rows(run.label), pull, lift, row_weight, denominator)
+    return Saved(
+        h, run.rows, label_rows, classes, run.place.rows(run.label), grad_class, grad_label, row_weight, denominator
+    )
 
 
 @torch.no_grad()
 def backward(step: Step, saved: Saved, grad: Tensor, with_rows: bool = True) -> tuple[Tensor, RowGradient | None]:
-    """Gradients of the loss times `grad` by the hidden rows, and by the touched weight rows where they are wanted."""
+    """Gradients of the loss times `grad` by the hidden rows and, if `with_rows`, by the touched weight rows."""
     scale = row_scale(saved, grad)
     return gradients(step, saved, scale, scale if with_rows else None)
 
@@ -223,8 +226,8 @@ def backward(step: Step, saved: Saved, grad: Tensor, with_rows: bool = True) -> 
 def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """`backward`, with one step of the row optimiser on the touched rows; returns the gradient by the hidden rows.
 
-    A row whose upstream gradient is not finite (a GradScaler that overflowed) hands it on to `hidden`, and is skipped
-    where weights move. `weight` or `bias` None is not moved.
+    A row whose upstream gradient is not finite (a GradScaler that overflowed) passes it to `hidden`, and is skipped in
+    the update of the weights. `weight` or `bias` None is not updated.
     """
     assert step.update is not None
     return move(step.update, step, saved, grad, step.tally, (weight, bias), step.key, step.counter[0])
@@ -248,7 +251,7 @@ def move(
 
 
 def row_scale(saved: Saved, grad: Tensor) -> Tensor:
-    """(B,) what each row's loss is multiplied by; 0 for rows that do not count, whatever the upstream gradient."""
+    """(B,) the factor of each row's loss; 0 for rows that do not count, for any upstream gradient."""
     scale = saved.row_weight * (grad / saved.denominator).to(saved.row_weight.dtype)
     return torch.where(saved.row_weight != 0, scale, 0.0)
 
@@ -256,7 +259,7 @@ def row_scale(saved: Saved, grad: Tensor) -> Tensor:
 def gradients(
     step: Step | None, saved: Saved, scale: Tensor, of_rows: Tensor | None
 ) -> tuple[Tensor, RowGradient | None]:
-    """By the hidden rows, each loss times `scale`; by the weight rows, times `of_rows`, unless that is None."""
+    """Gradients by the hidden rows, each loss times `scale`, and by the weight rows, times `of_rows` unless None."""
     of_hidden, rows = _gradients_here(step, saved, scale, of_rows)
     if rows is not None and step is not None and step.placed is not None:
         rows = step.placed.home(rows)
@@ -267,18 +270,18 @@ def _gradients_here(
     step: Step | None, saved: Saved, scale: Tensor, of_rows: Tensor | None
 ) -> tuple[Tensor, RowGradient | None]:
     if step is None or step.rescored is None:
-        of_hidden = gradient_of_hidden(saved.pull, saved.lift, saved.rows, saved.label_rows, scale)
+        of_hidden = gradient_of_hidden(saved.grad_class, saved.grad_label, saved.rows, saved.label_rows, scale)
         if of_rows is None:
             return of_hidden, None
-        by_class, of_bias = gradient_of_classes(saved.hidden, saved.pull, of_rows)
-        return of_hidden, _row_gradient(saved, by_class, of_bias, saved.lift * of_rows)
+        by_class, of_bias = gradient_of_classes(saved.hidden, saved.grad_class, of_rows)
+        return of_hidden, _row_gradient(saved, by_class, of_bias, saved.grad_label * of_rows)
     return _gradients_again(step, saved, scale, of_rows)
 
 
 def _gradients_again(
     step: Step, saved: Saved, scale: Tensor, of_rows: Tensor | None
 ) -> tuple[Tensor, RowGradient | None]:
-    """The same of rows in chunks, each scored a second time with the q that it had the first time."""
+    """The same for chunks of rows, each scored again with the q of the forward pass."""
     assert step.rescored is not None
     assert step.used is not None
     run, seen = step.rescored
@@ -287,18 +290,18 @@ def _gradients_again(
     at_label = torch.zeros_like(scale)
     for part in run.parts():
         one = run.scored(part, step.used[:, part])
-        pull = torch.where(seen[part, None], one.found.pull, 0.0)
-        lift = torch.where(seen[part], one.found.lift, 0.0)
-        of_hidden[part] = gradient_of_hidden(pull, lift, run.rows, one.label_rows, scale[part])
+        grad_class = torch.where(seen[part, None], one.found.grad_class, 0.0)
+        grad_label = torch.where(seen[part], one.found.grad_label, 0.0)
+        of_hidden[part] = gradient_of_hidden(grad_class, grad_label, run.rows, one.label_rows, scale[part])
         if of_rows is not None:
-            by_class.addmm_(pull.T, one.hidden * of_rows[part, None])
-            of_bias.addmv_(pull.T, of_rows[part])
-            at_label[part] = lift * of_rows[part]
+            by_class.addmm_(grad_class.T, one.hidden * of_rows[part, None])
+            of_bias.addmv_(grad_class.T, of_rows[part])
+            at_label[part] = grad_label * of_rows[part]
     return of_hidden, None if of_rows is None else _row_gradient(saved, by_class, of_bias, at_label)
 
 
 def _row_gradient(saved: Saved, by_class: Tensor, of_bias: Tensor, at_label: Tensor) -> RowGradient:
-    """Rows that do not count touch nothing, whatever they hold."""
+    """Rows that do not count have no gradient, also if they are not finite."""
     counts = saved.row_weight != 0
     hidden, target = saved.hidden, saved.target
     if hidden.device.type != "cpu" or not bool(counts.all()):

@@ -1,4 +1,4 @@
-"""Targets and sample weights inside a step: which rows count, and how much; what is out of range."""
+"""Targets and sample weights inside a step: row weights, and values out of range."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def labels_and_weights(
 ) -> tuple[Tensor, Tensor]:
     """(labels, weights) (B,): a row that does not count has weight 0, and label 0 instead of one out of range.
 
-    On the CPU a target out of range raises; elsewhere it is counted, and its row left out.
+    On the CPU a target out of range raises; on other devices it is counted, and its row skipped.
     """
     counts = target != ignore_index
     bad = counts & ((target < 0) | (target >= n_classes))
-    if target.device.type == "cpu":  # nothing to wait for
+    if target.device.type == "cpu":  # no synchronisation
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(out_of_range(n_classes, int(bad.sum()), int(target[row]), ignore_index, row))
@@ -41,7 +41,7 @@ def labels_and_weights(
 
 
 def is_weight(sample_weight: Tensor) -> Tensor:
-    """Where a sample weight is one: not negative, and of a size that can be summed."""
+    """Where a sample weight is valid: not negative, and below 1e15."""
     return (sample_weight >= 0.0) & (sample_weight < LARGEST)
 
 

@@ -1,4 +1,4 @@
-"""The head as functions of (hidden, weight, target, bias): for weights that live elsewhere, such as a tied embedding.
+"""The head as functions of (hidden, weight, target, bias): for weights of another module, such as a tied embedding.
 
     loss = linear_augment_reduce(hidden, embedding.weight, target, n_sampled_classes=4096)
 
@@ -45,19 +45,19 @@ def linear_augment_reduce(
     sparse_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Negative lower bound on log p(target | hidden), from |S| sampled classes: a loss, at a cost that does not know K.
+    """Negative lower bound on log p(target | hidden), from |S| sampled classes: a loss, at a cost independent of K.
 
-    Its mean over draws of the classes is, row by row, the negative of a true lower bound (paper, eq. 7 and 8), and so
-    are its gradients by `hidden`, `weight` and `bias`, with the local parameters held. Those come from a second sample,
-    independent of the first; or, for softmax, from the caller: `log_normalizer` (...), any guess of log sum_k e^{psi_k}
-    that does not look at this call's sample.
+    Its mean over draws of the classes is, for each row, the negative of a true lower bound (paper, eq. 7 and 8); its
+    gradients by `hidden`, `weight` and `bias` are unbiased with the local parameters fixed. Those are computed from a
+    second sample, independent of the first; or, for softmax, passed as `log_normalizer` (...), any estimate of
+    log sum_k e^{psi_k} that is independent of this call's sample.
 
-    - `class_sampling`: a name, or a `SharedSampler` made once (a name builds tables of K numbers at every call);
+    - `class_sampling`: a name, or a `SharedSampler` (a name builds tables of K numbers at every call);
     - `generator`: a CPU generator that seeds the draw; None: torch's global one;
-    - `floor`: see `AugmentReduceHead`; `n_nodes`: nodes of q(v) for models other than softmax, 1 is one random draw;
-    - `sparse_grad`: gradients of `weight` and `bias` sparse by rows; False: dense, for optimisers that want that.
+    - `floor`: see `AugmentReduceHead`; `n_nodes`: nodes of q(v) for models other than softmax, 1: one random node;
+    - `sparse_grad`: gradients of `weight` and `bias` sparse by rows; False: dense, for optimisers that need them.
 
-    Targets out of range and negative sample weights raise; on a GPU, where that would have to wait, the loss is NaN.
+    Targets out of range and negative sample weights raise; on a GPU, where that would synchronise, the loss is NaN.
     """
     noise = resolve_noise(model)
     _checked(hidden, weight, bias)
@@ -97,7 +97,7 @@ def linear_sampled_softmax(
     sparse_grad: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """log(1 + sum omega_k e^{psi_k - psi_y}), mean over rows: what industry uses, to compare with. Biased, no bound."""
+    """Sampled softmax, for comparison: log(1 + sum omega_k e^{psi_k - psi_y}), mean over rows. Biased, not a bound."""
     _checked(hidden, weight, bias)
     y = flat_rows("target", target, hidden, weight, integer=True)
     h = hidden.reshape(-1, hidden.shape[-1]).to(torch.promote_types(hidden.dtype, torch.float32))
@@ -133,7 +133,7 @@ def log_prob(
     model: str | Noise = "softmax",
     ignore_index: int = -100,
 ) -> Tensor:
-    """log p(target | hidden), exact for every model, over all K classes in blocks; 0 where the target is
+    """log p(target | hidden), exact for every model, over all K classes in blocks; 0 if the target is
     `ignore_index`. No gradient."""
     _checked(hidden, weight, bias)
     y = flat_rows("target", target, hidden, weight, integer=True)
@@ -194,6 +194,6 @@ def _shaped(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _nan_where_refused(loss: Tensor, tally: Tensor) -> Tensor:
-    """On a GPU nothing raises without waiting: targets out of range and wrong sample weights make the loss NaN."""
+    """On a GPU, where raising would synchronise, targets out of range and invalid sample weights make the loss NaN."""
     refused = tally[BAD_TARGETS] + tally[BAD_WEIGHTS] > 0
     return torch.where(refused, torch.nan, loss)

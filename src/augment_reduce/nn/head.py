@@ -35,7 +35,7 @@ from ._state import Clock
 from ._step import Step
 from ._targets import out_of_range
 
-BOUND_NODES = 20  # Gauss-Hermite nodes where the bound is reported rather than trained on
+BOUND_NODES = 20  # Gauss-Hermite nodes of the bound in evaluation
 
 
 class AugmentReduceHead(Loading):
@@ -43,40 +43,40 @@ class AugmentReduceHead(Loading):
 
         head = AugmentReduceHead(512, 1_000_000, class_counts=counts, optimizer="adagrad")
         loss = head(hidden, target)            # train(): minus a lower bound on log p, from sampled classes
-        loss.backward()                        # gradient to hidden; with an optimizer, the weights move here
+        loss.backward()                        # gradient to hidden; with an optimizer, updates the weights
         head.eval()(hidden, target)            # the exact loss, over all classes in blocks
         head.log_prob(hidden, target), head.topk(hidden, 10)
         head(hidden)                           # logits of all classes, as of nn.Linear
 
-    `from_linear` and `to_linear` exchange it for an nn.Linear with the same weights. In train() the loss is unbiased
-    for minus the bound of eq. (7) or (8), and so are its gradients, the local parameters held.
+    `from_linear` and `to_linear` convert from and to an nn.Linear with the same weights. In train() the loss is
+    unbiased for minus the bound of eq. (7) or (8), and so are its gradients, with the local parameters fixed.
 
     - `model`: "softmax", "probit", "logistic", or a `Noise`;
     - `n_sampled_classes`: |S|, shared by the minibatch; `class_sampling`: how they are drawn (`nn/_draw.py`). By
       default "stratified-shared" with `class_counts` (K,), the training rows of each class, else "uniform-shared";
-    - `in_batch`: let the labels of the other rows be sampled classes, too (`nn/_columns.py`). By default with
-      `class_counts`. The rows of a minibatch must be independent draws of the rows that were counted; those that are
-      not, as tokens of one sequence, share a number in `group`. Rows (B, T, D) are B groups by themselves;
-    - `local`: where each row's q comes from (`nn/_local.py`): "amortised", "log-sum-exp", "persistent" (needs `n_rows`,
-      and `index` at every call) or "fresh", corrected by a second sample. By default "log-sum-exp" for a softmax where
-      labels join, else "amortised";
+    - `in_batch`: use the labels of the other rows as sampled classes, too (`nn/_columns.py`). Default: True with
+      `class_counts`. The rows of a minibatch must be independent draws of the rows that were counted; rows that are
+      not, as tokens of one sequence, have the same number in `group`. Rows (B, T, D) are B groups by default;
+    - `local`: how q of each row is computed (`nn/_local.py`): "amortised", "log-sum-exp", "persistent" (needs `n_rows`,
+      and `index` at every call) or "fresh", corrected by a second sample. By default "log-sum-exp" for a softmax with
+      `in_batch`, else "amortised";
     - `optimizer`: None gives weight and bias dense gradients (`sparse_grad=True`: row-sparse ones), for a torch
-      optimiser of yours. "adagrad", "rowwise-adagrad", "adam" or an object of `augment_reduce.optim` moves the touched
-      rows itself, once a step, by `learning_rate`, `weight_decay`, `max_norm` and `initial_accumulator_value`
-      (`nn/_rows.py`); `fused_optimizer` is it, for schedulers and accumulation. The weights' `.grad` stays None, so
-      that a torch optimiser that is given them leaves them alone; `requires_grad_(False)` freezes them. Rows that are
-      not finite, and steps whose upstream gradient is not, move nothing: `skipped_rows` counts them;
+      optimiser. "adagrad", "rowwise-adagrad", "adam" or an object of `augment_reduce.optim` updates the touched rows in
+      the backward pass, once a step, with `learning_rate`, `weight_decay`, `max_norm` and `initial_accumulator_value`
+      (`nn/_rows.py`); `fused_optimizer` is its torch.optim.Optimizer, for schedulers and accumulation. The weights'
+      `.grad` stays None, so that another torch optimiser does not change them; `requires_grad_(False)` freezes them.
+      Rows that are not finite, and steps whose upstream gradient is not, are skipped: `skipped_rows` counts them;
     - `class_weight` (K,), `label_smoothing`, as of torch.nn.CrossEntropyLoss; `z_loss`: z adds z (log Z)^2 to the loss
       of a softmax;
-    - `floor`: a safeguard against a local parameter that is far too low for its row: no row's negative part counts more
-      than e^floor times what it should in the gradient, which is biased there; `floored_share` says how often. The
-      value of the loss has no floor. None is off, 0 is sampled softmax;
-    - `n_nodes`: for models other than softmax, 1 draws one value of q(v) a row and step, more are Gauss-Hermite nodes;
-    - `debug`: check targets at every call on a GPU too, which makes the host wait for it;
+    - `floor`: clips the gradient of rows whose local parameter is far too low: its negative part is at most e^floor
+      times that at the sample's own estimate. Clipped rows are biased; `floored_share` is their share. The value of the
+      loss is not clipped. None: no floor; 0: sampled softmax;
+    - `n_nodes`: for models other than softmax; 1: one random node of q(v) a row and step, more: Gauss-Hermite nodes;
+    - `debug`: check targets at every call on a GPU too, which synchronises;
     - `process_group`: a ProcessGroup, or a DeviceMesh of one dimension, whose ranks share the classes; `exchange` and
-      `trunk_gradients` are about what they send, `sync=True` waits for every sum over classes (`nn/_shards.py`,
+      `trunk_gradients` select what they send, `sync=True` waits for every sum over classes (`nn/_shards.py`,
       `nn/_late.py`, docs/distributed.md);
-    - `generator`: a CPU generator, for the first weights and for the seed of all later draws.
+    - `generator`: a CPU generator, for the initial weights and for the seed of all draws.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class AugmentReduceHead(Loading):
         device = torch.get_default_device() if device is None else torch.device(device)
         size = min(n_classes, 1024) if n_sampled_classes is None else n_sampled_classes
         self.sampler = SharedSampler(n_classes, size, class_sampling, class_counts, device=device)
-        every = self.sampler.n_certain == n_classes  # the second sample is exact then
+        every = self.sampler.n_certain == n_classes  # then the second sample is exact
         self.in_batch = self._resolved_in_batch(in_batch, every)
         if local is None:
             local = "log-sum-exp" if softmax and self.in_batch else "amortised"
@@ -165,7 +165,7 @@ class AugmentReduceHead(Loading):
         self.reset_parameters()
 
     def _resolved_in_batch(self, in_batch: bool | None, every: bool) -> bool:
-        """Whether labels join: only where it is known how often each class is one, and not all classes are drawn."""
+        """Whether labels are added: only with class counts, and if not all classes are drawn."""
         if in_batch and not self.sampler.knows_shares:
             raise ValueError(
                 "in_batch=True needs class_counts, the (n_classes,) number of training rows of each class "
@@ -174,12 +174,12 @@ class AugmentReduceHead(Loading):
         return self.sampler.knows_shares and not every if in_batch is None else in_batch and not every
 
     def _seeds(self, generator: torch.Generator | None) -> list[int]:
-        """Of the draws and of the first weights. Ranks without a generator take those of rank 0."""
+        """Seeds of the draws and of the initial weights. Ranks without a generator use those of rank 0."""
         seeds = torch.randint(2**63 - 1, (2,), generator=generator, device="cpu")
         return (seeds if self.shards is None else self.shards.agreed_seeds(seeds, generator is None)).tolist()
 
     def reset_parameters(self) -> None:
-        """All that training changes as it was in the beginning: weights, biases, local parameters, optimiser, clock."""
+        """Reset weights, biases, local parameters, optimiser state and counters to their initial values."""
         for part in (self.sampler, self.local, self.class_mean, self.optimizer, self.clock):
             if part is not None and not part.is_meta:
                 part.reset_buffers()
@@ -192,9 +192,9 @@ class AugmentReduceHead(Loading):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, model: str | Noise = "softmax", **settings: Any) -> AugmentReduceHead:
-        """A head in place of this layer: the same weights in the same memory, on the same device. `settings` are those
-        of the constructor; the layer says how many features and classes there are, and whether there is a bias. With a
-        process_group a copy of the rank's own rows of a layer that is the same on every rank."""
+        """A head that shares the weights of this layer, on the same device. `settings` are those of the constructor;
+        numbers of features and classes and the bias are the layer's. With a process_group it has a copy of the rank's
+        own rows of a layer that is the same on every rank."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(
                 f"Expected an nn.Linear, found {type(linear).__name__}. Construct AugmentReduceHead(in_features, "
@@ -216,7 +216,7 @@ class AugmentReduceHead(Loading):
         return head.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """An nn.Linear with the same weights, in the same memory: for export, or for what knows nn.Linear only. With a
+        """An nn.Linear that shares the weights: for export, or for code that supports nn.Linear only. With a
         process_group a copy with the rows of all ranks, on every rank."""
         linear = nn.Linear(self.in_features, self.n_classes, bias=self.bias is not None, device="meta")
         for name, parameter in self.named_parameters(recurse=False):
@@ -233,8 +233,8 @@ class AugmentReduceHead(Loading):
         `logits(hidden)`.
 
         hidden (..., D), target (...), index (...) numbers of training rows for "persistent", sample_weight (...), group
-        (...) for in-batch labels. A target equal to `ignore_index` leaves its row out; "mean" divides by the weights of
-        the rows that count (0 where none does). A row of hidden that is not finite has the loss NaN and moves nothing.
+        (...) for in-batch labels. A row with target `ignore_index` is ignored; "mean" divides by the weights of the
+        rows that count (0 if there is none). A row of hidden that is not finite has the loss NaN and no update.
         Soft targets: target (..., M) classes with probabilities target_prob (..., M).
         """
         if target is None:
@@ -295,8 +295,8 @@ class AugmentReduceHead(Loading):
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of all classes (..., K), hidden W' + b, with gradients as of nn.Linear. A head that moves its weights
-        itself has them for evaluation only: a gradient by its weights would be lost."""
+        """Scores of all classes (..., K), hidden W' + b, with gradients as of nn.Linear. With a fused optimiser for
+        evaluation only: a gradient by the weights would be lost."""
         if self.training and torch.is_grad_enabled() and self.optimizer is not None and self._is_trainable():
             raise ValueError(
                 "The logits of a head with an optimizer of its own carry no gradient to its weights, so a loss of "
@@ -319,11 +319,11 @@ class AugmentReduceHead(Loading):
         return EveryClass(weight, bias) if self.shards is None else OwnClasses(self.shards, weight, bias)
 
     def _of_all_ranks(self, answer: Callable[..., Any], *rows: Tensor) -> Any:
-        """`answer` of these rows; where ranks share the classes, of the rows of all of them, and then the own part."""
+        """`answer` for these rows; over ranks, the own part of the answer for the rows of all ranks."""
         return answer(*rows) if self.shards is None else of_all_ranks(self.shards, answer, *rows)
 
     def _compiled_loss(self, rows: Rows) -> Tensor:
-        """As `_sampled_loss`, by operators that a compiler takes for one node (`nn/_compiled.py`)."""
+        """As `_sampled_loss`, by custom operators for compilers (`nn/_compiled.py`)."""
         state = state_of(self)
         loss, _, after = head_forward(
             rows.hidden, self.weight, self.bias, rows.target, rows.sample_weight, rows.index, rows.group, state,
@@ -339,7 +339,7 @@ class AugmentReduceHead(Loading):
         self._number = number_of(self)
 
     def _step(self, rows: Rows, learn: bool | None = None) -> Step:
-        """What is to be done with these rows."""
+        """The step for these rows."""
         training = (self.training and torch.is_grad_enabled()) if learn is None else learn
         moves = training and self.optimizer is not None and self._is_trainable()
         if moves:
@@ -377,7 +377,7 @@ class AugmentReduceHead(Loading):
         return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
     def log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """log p(target | hidden), exact, (...): over all classes, in blocks; 0 where the target is `ignore_index`.
+        """log p(target | hidden), exact, (...): over all classes, in blocks; 0 if the target is `ignore_index`.
         No gradient."""
         with sharing_errors(self):
             y, counts = self._checked_target(hidden, target)
@@ -386,10 +386,9 @@ class AugmentReduceHead(Loading):
 
     @torch.no_grad()
     def log_prob_bound(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> Tensor:
-        """The bound on `log_prob` that training goes by, with every class in it: how much is lost to the local step.
+        """The full bound on `log_prob` with the q of training; the difference is the loss due to the local step.
 
-        "fresh" uses what is deterministic of it, the prediction that the second sample would correct. 0 where the
-        target is `ignore_index`.
+        "fresh" uses its prediction, without the correction by a second sample. 0 if the target is `ignore_index`.
         """
         with sharing_errors(self):
             y, counts = self._checked_target(hidden, target)
@@ -430,21 +429,21 @@ class AugmentReduceHead(Loading):
 
     @property
     def key(self) -> int:
-        """The seed of the draws as the kernels take it. Read from the device only after a state was loaded."""
+        """The seed of the draws for the kernels. Read from the device only after a state was loaded."""
         if self._key is None:
             self._key = _hash.seed_key(int(self.clock.seed))
         return self._key
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """For schedules; takes effect in a captured CUDA graph too."""
+        """Set the learning rate, also of a captured CUDA graph."""
         if self.optimizer is None:
             raise ValueError("This head has no optimizer of its own; set the rate of your torch optimiser instead.")
         self.optimizer.group["lr"] = learning_rate
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The head's own row optimiser as a torch.optim.Optimizer (`nn/_fused.py`); `param_groups[0]["lr"]` is its
-        rate. Once its `zero_grad()` or `step()` was called, rows move at `step()`, before that in the backward pass."""
+        """The head's row optimiser as a torch.optim.Optimizer (`nn/_fused.py`); `param_groups[0]["lr"]` is its rate.
+        Rows are updated in the backward pass; once its `zero_grad()` or `step()` was called, in `step()`."""
         if self.optimizer is None:
             raise ValueError(
                 'This head has no optimizer of its own. Construct it with optimizer="adagrad", "rowwise-adagrad" or '

@@ -1,12 +1,12 @@
-"""Checkpoints of one fit: a folder from which the same fit, started again, goes on.
+"""Checkpoints of one fit: a folder from which the same call of `fit` resumes.
 
-    fit.json                       which fit it is: version, parameters, rows (their shape and a hash), classes
+    fit.json                       identifies the fit: version, parameters, rows (their shape and a hash), classes
     step-000000012000.safetensors  the model and the training state after iteration 12,000, as `save` writes it
     step-000000012000/             the same of a fit over ranks (`rank_checkpoints`)
     lock                           held by the process that writes, the first rank
 
-Every file is written atomically, and the last two states are kept: a kill at any moment, also while one is written,
-costs the iterations since the last. A fit of other rows, parameters or release than the folder's is refused.
+Every file is written atomically, and the last two states are kept: a kill at any time, also during a write, loses the
+iterations since the last one. A fit with other rows, parameters or release than the folder's is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .tensor_file import parse_json
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: two fits with one folder are not noticed
+except ImportError:  # Windows has no flock: two fits with one folder are not detected
     fcntl = None  # type: ignore[assignment]
 
 DESCRIPTION, LOCK = "fit.json", "lock"
@@ -55,7 +55,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one running fit. `found`: the state to go on from; None: there is none yet."""
+    """The checkpoints of one running fit. `found`: the state to resume from; None: there is none."""
 
     def __init__(self, estimator: Any, folder: Path, every: int | None, partition: Partition | None = None) -> None:
         self.estimator, self.folder, self.every, self.partition = estimator, folder, every, partition
@@ -73,7 +73,7 @@ class Checkpoints:
         return iteration % COMPARED == 0 and self.partition.any(is_time, "whether a checkpoint is due")
 
     def write(self) -> None:
-        """The present state of the estimator. If that fails a warning says so, and the fit goes on."""
+        """Write the current state of the estimator. If that fails, warn and continue the fit."""
         iteration = self.estimator._fitted.clock.iteration
         path = self.folder / f"step-{iteration:012d}"
         try:
@@ -185,11 +185,11 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-# ---- which fit it is ----
+# ---- identity of the fit ----
 
 
 def description(estimator: Any, rows: TrainingRows) -> dict[str, Any]:
-    """What has to be the same for a fit to go on exactly."""
+    """The values that have to be equal for an exact resume."""
     parameters = {
         name: ADDRESS.sub("", json.dumps(encode(name, value), sort_keys=True))
         for name, value in estimator.get_params(deep=False).items()
@@ -207,7 +207,7 @@ def description(estimator: Any, rows: TrainingRows) -> dict[str, Any]:
 
 
 def hash_of(rows: TrainingRows, classes: np.ndarray) -> str:
-    """Of all features, labels and weights, as they are stored."""
+    """Hash of all features, labels and weights, as stored."""
     digest, X = hashlib.blake2b(digest_size=16), rows.X
     arrays = [X.values] if isinstance(X, DenseRows) else [X.indptr, X.indices, X.values]
     arrays += [rows.codes] if rows.weight is None else [rows.codes, rows.weight]

@@ -2,8 +2,8 @@
 
 The header holds `format`, `version`, `description` (JSON: parameters, clock, names of things) and `sha256`, which
 covers the description and the bytes of every tensor. A truncated or edited file, or one of another format version,
-is refused with a message that says so. The checksum detects damage, not malice: anybody can compute it, so the contents
-are validated all the same (`model_checks`).
+is refused. The checksum detects damage, not tampering: anybody can compute it, so the contents
+are validated, too (`model_checks`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Validation of model files before use: every entry by itself, then entries against each other.
+"""Validation of model files before use: every entry, then the consistency of entries.
 
 Every error is a ValueError that begins with the name of the entry. A valid file cannot cause reads outside an array,
 allocations beyond a small multiple of its size, or training from a state that no fit produces. Whether the model is a
@@ -326,8 +326,9 @@ def check_kept(
     prefix: str, found: Mapping[str, Tensor], own: LocalStep | ClassSampler | None, known: Iterable[Any],
     sizes: dict[str, int], weights: torch.dtype,
 ) -> None:  # fmt: skip
-    """State of a local step or a sampler: it has to match the layout of one of the library's (not necessarily the one
-    used next, which takes what is its own), or of the user's own; a user's step without a layout checks it itself."""
+    """State of a local step or a sampler: it has to match a layout of the library's classes (not necessarily the one
+    used next, which ignores other state), or of a user-defined one; a user-defined step without a layout checks it
+    itself."""
     if not found:
         return
     named = {name.removeprefix(f"{prefix}."): tensor for name, tensor in found.items()}

@@ -1,4 +1,4 @@
-"""Where a model goes: checked before any work; if writing fails there, the trained model is saved elsewhere."""
+"""The output path of a model: checked before any work; if writing fails, the model is saved elsewhere."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Save and load an estimator: its parameters, arrays, clock and names.
+"""Save and load an estimator: its parameters, arrays, counters and names.
 
 Parameters are stored as JSON (`encoding`). Objects of user-defined classes cannot be; they are passed again to `load`.
 Settings of the machine (`FROM_THE_LOADER`) are neither stored nor read.
 
 A file may come from anywhere, and anybody can compute its checksum: `model_checks` validates all of it before use.
-`save` runs the same checks before writing, so that whatever was saved can be loaded.
+`save` runs the same checks before writing, so that every saved file can be loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GIVEN_AGAIN = ("model", "optimizer", "local_step", "class_sampling")  # may be u
 
 
 class Estimator(Protocol):
-    """What of an estimator this module reads and writes."""
+    """The attributes of an estimator that this module reads and writes."""
 
     classes_: np.ndarray
     n_features_in_: int
@@ -142,7 +142,7 @@ def contents(estimator: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def gathered(fitted: Fitted) -> Fitted:
-    """A model of all classes on the first rank, from what each rank has; of the others nothing is kept."""
+    """A model of all classes on the first rank, gathered from all ranks; empty on the others."""
     partition, parameters = fitted.partition, fitted.parameters
     assert partition is not None
     if fitted.sparse_weight is not None:
@@ -158,7 +158,7 @@ def gathered(fitted: Fitted) -> Fitted:
 
 
 def shared_out(fitted: Fitted, partition: Partition) -> None:
-    """Of a model of all classes keep the rows of this rank."""
+    """Keep this rank's rows of a model of all classes."""
     own, parameters = partition.own, fitted.parameters
     fitted.parameters = Parameters(
         own(parameters.weight), own(parameters.bias), [own(each) for each in parameters.weight_state],

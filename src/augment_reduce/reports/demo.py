@@ -1,8 +1,8 @@
 """The demo: what will this package depend on?
 
-Debian's packages say which others they need. From 41,172 of them the model learns which of 5,694 a package will depend
-on, judging by its name, one-line description, section, maintainer, architecture and tags; every (package, dependency)
-pair is an example. The data come with augment-reduce (data/debian_deps).
+Trained on 41,172 Debian packages, the model predicts on which of 5,694 others a package depends from its name, one-line
+description, section, maintainer, architecture and tags; every (package, dependency) pair is an example. The data are
+part of the package (data/debian_deps).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EPOCHS = 5  # half of the default, to keep the demo short
 MIN_COUNT = 5  # dependencies named by fewer training packages are left out
 
 QUICK_EVERY, QUICK_EPOCHS = 20, 3  # --quick: one training package in twenty
-LOOKED_AT = 4000  # training and test pairs evaluated after each epoch; the final numbers are over all test pairs
+PAIRS_EVALUATED = 4000  # training and test pairs evaluated after each epoch; the final numbers are over all test pairs
 TOP = 6
 
 SHOWCASE = (  # picked for variety, before any prediction was seen
@@ -161,7 +161,7 @@ def train(
 
 def some_pairs(rows: MultiLabelRows, names: np.ndarray, seed: int) -> tuple[Any, np.ndarray]:
     pairs = all_pairs(rows)
-    chosen = np.random.default_rng(seed).permutation(len(pairs))[:LOOKED_AT]
+    chosen = np.random.default_rng(seed).permutation(len(pairs))[:PAIRS_EVALUATED]
     return rows.X[pairs.rows[chosen]], names[pairs.y[chosen]]
 
 

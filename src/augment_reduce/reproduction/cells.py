@@ -1,4 +1,4 @@
-"""One cell of the paper's tables (a dataset, a method, a seed): train, evaluate the test rows on the way, measure.
+"""One cell of the paper's tables (a dataset, a method, a seed): train, evaluate test rows during training, measure.
 
 The results do not depend on interruptions: training resumes from a checkpoint bit for bit, so that a cell that was
 killed and run again ends with the same weights and numbers (except times).
@@ -41,7 +41,8 @@ Report = Callable[[int, str], None]  # iterations done, a note
 
 @dataclass(frozen=True)
 class Cell:
-    """`kind` "timing" is table 2 alone, a few epochs; `asked` are the iterations asked for instead of the paper's."""
+    """`kind` "timing" is for table 2 only, a few epochs; `asked` are the requested iterations instead of the
+    paper's."""
 
     study: str
     method: str
@@ -65,7 +66,7 @@ class Cell:
 
     def stops(self) -> list[int]:
         """Iterations after which the test rows are evaluated, including the last one."""
-        n = 1 if self.kind == "timing" else min(METHODS[self.method].n_looks, self.iterations)
+        n = 1 if self.kind == "timing" else min(METHODS[self.method].n_evaluations, self.iterations)
         return [math.ceil(self.iterations * (i + 1) / n) for i in range(n)]
 
     def estimator(self) -> AugmentReduceClassifier:
@@ -80,12 +81,12 @@ class Cell:
 def run_cell(cell: Cell, store: Store, data: Path | None, report: Report, *, at_once: int = 1) -> dict[str, Any]:
     """Run a cell to its end, from its checkpoint if there is one; store and return its numbers."""
     source = load(cell.of, data, cell.of.seed_of_rows(cell.seed))
-    clf, looks = train(cell, source, store, report)
+    clf, points = train(cell, source, store, report)
     report(cell.iterations, "measuring")
     record = {
         "key": cell.key, "dataset": cell.study, "method": cell.method, "seed": cell.seed, "kind": cell.kind,
         "asked_iterations": cell.asked, "iterations": cell.iterations,
-        "metrics": measure(cell, clf, source, looks), "looks": looks, "data": source.identity,
+        "metrics": measure(cell, clf, source, points), "looks": points, "data": source.identity,
         "settings": settings_of(clf, source), "weights_sha256": fingerprint(clf), "versions": versions(),
         "machine": machine(), "cells_at_once": at_once, "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
@@ -101,7 +102,7 @@ def train(
     cell: Cell, source: Source, store: Store, report: Report
 ) -> tuple[AugmentReduceClassifier, list[dict[str, float]]]:
     """Train to the end; save a checkpoint about every minute and when interrupted."""
-    clf, looks = resume(cell, source, store) or (cell.estimator(), [])
+    clf, points = resume(cell, source, store) or (cell.estimator(), [])
     report(done(clf), "compiling" if done(clf) == 0 else "going on")
     if done(clf) < cell.iterations:
         warm_up(cell, source)
@@ -110,17 +111,17 @@ def train(
         for stop in cell.stops():
             if stop > done(clf):
                 clf.set_params(max_iter=stop - done(clf)).fit(source.X, source.y)
-            if stop == done(clf) and all(look["iteration"] != stop for look in looks):
-                looks.append(look_at(clf, source, cell))
-                report(stop, describe(looks[-1]))
+            if stop == done(clf) and all(point["iteration"] != stop for point in points):
+                points.append(evaluate_point(clf, source, cell))
+                report(stop, describe(points[-1]))
             if stop < cell.iterations and time.monotonic() - saved >= CHECKPOINT_SECONDS:
-                checkpoint(cell, clf, looks, source, store)
+                checkpoint(cell, clf, points, source, store)
                 saved = time.monotonic()
     except KeyboardInterrupt:
         if done(clf):
-            checkpoint(cell, clf, looks, source, store)
+            checkpoint(cell, clf, points, source, store)
         raise
-    return clf, looks
+    return clf, points
 
 
 def done(clf: AugmentReduceClassifier) -> int:
@@ -134,25 +135,25 @@ def warm_up(cell: Cell, source: Source) -> None:
         cell.estimator().set_params(max_iter=2).fit(source.X[:n_rows], source.y[:n_rows])
 
 
-def look_at(clf: AugmentReduceClassifier, source: Source, cell: Cell) -> dict[str, float]:
+def evaluate_point(clf: AugmentReduceClassifier, source: Source, cell: Cell) -> dict[str, float]:
     """A point of the learning curve: test log likelihood, or the error of the probabilities on synthetic data."""
-    look = {"iteration": float(done(clf)), "seconds": float(clf.history_["seconds"][-1])}
+    point = {"iteration": float(done(clf)), "seconds": float(clf.history_["seconds"][-1])}
     if cell.kind == "timing":
-        return look
+        return point
     if source.X_test is not None and source.y_test is not None:
         values = evaluate.row_log_likelihoods(clf, source.X_test, source.y_test)
-        look["test_log_likelihood"] = float(values.mean())
+        point["test_log_likelihood"] = float(values.mean())
     if source.dataset.probabilities is not None:
         errors = synthetic.probability_errors(clf, source.y, source.dataset.probabilities)
-        look["error_to_frequencies"] = errors["error_to_frequencies"]
-    return look
+        point["error_to_frequencies"] = errors["error_to_frequencies"]
+    return point
 
 
-def describe(look: dict[str, float]) -> str:
-    if "test_log_likelihood" in look:
-        return f"test {look['test_log_likelihood']:.3f}"
-    if "error_to_frequencies" in look:
-        return f"error {look['error_to_frequencies']:.2e}"
+def describe(point: dict[str, float]) -> str:
+    if "test_log_likelihood" in point:
+        return f"test {point['test_log_likelihood']:.3f}"
+    if "error_to_frequencies" in point:
+        return f"error {point['error_to_frequencies']:.2e}"
     return ""
 
 
@@ -160,30 +161,30 @@ def describe(look: dict[str, float]) -> str:
 
 
 def checkpoint(
-    cell: Cell, clf: AugmentReduceClassifier, looks: list[dict[str, float]], source: Source, store: Store
+    cell: Cell, clf: AugmentReduceClassifier, points: list[dict[str, float]], source: Source, store: Store
 ) -> None:
     """Save the evaluations first: those later than the saved model are dropped when resuming."""
-    store.save_looks(cell.key, {"data": source.identity, "looks": looks})
+    store.save_points(cell.key, {"data": source.identity, "looks": points})
     clf.save(store.model_path(cell.key))
 
 
 def resume(cell: Cell, source: Source, store: Store) -> tuple[AugmentReduceClassifier, list[dict[str, float]]] | None:
     """Model and evaluations of a checkpoint; None if there is none, it cannot be read, or the data differ."""
-    kept, path = store.looks(cell.key), store.model_path(cell.key)
+    kept, path = store.points(cell.key), store.model_path(cell.key)
     if kept is None or kept.get("data") != source.identity or not path.is_file():
         return None
     try:
         clf = AugmentReduceClassifier.load(path, n_jobs=cell.estimator().n_jobs)
     except ModelFileError:
         return None
-    return clf, [look for look in kept["looks"] if look["iteration"] <= done(clf)]
+    return clf, [point for point in kept["looks"] if point["iteration"] <= done(clf)]
 
 
 # ---- measuring ----
 
 
 def measure(
-    cell: Cell, clf: AugmentReduceClassifier, source: Source, looks: list[dict[str, float]]
+    cell: Cell, clf: AugmentReduceClassifier, source: Source, points: list[dict[str, float]]
 ) -> dict[str, float]:
     history = clf.history_
     mean, median = evaluate.seconds_per_epoch(history)
@@ -199,7 +200,7 @@ def measure(
     found["bound_gap"] = evaluate.last_finite(history["bound_gap"])
     if source.X_test is not None and source.y_test is not None:
         found |= evaluate.heldout_metrics(clf, source.X_test, source.y_test)
-        best = max(looks, key=lambda look: look["test_log_likelihood"])
+        best = max(points, key=lambda point: point["test_log_likelihood"])
         found |= {"best_test_log_likelihood": best["test_log_likelihood"], "best_iteration": best["iteration"]}
     if source.dataset.probabilities is not None:
         found |= synthetic.probability_errors(clf, source.y, source.dataset.probabilities)

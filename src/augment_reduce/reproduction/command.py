@@ -1,4 +1,4 @@
-"""What `augment-reduce reproduce` does: check what was typed, run what is missing, write and show the results."""
+"""The work of `augment-reduce reproduce`: check the arguments, run missing cells, write and show the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..support.atomic import replaced_atomically
 from . import figure, report, show, sources, tables
-from .board import Board
+from .progress import CellProgress
 from .runner import DATASETS_OF, Choice, plan, run
 from .settings import METHODS, REAL, STUDIES, TARGETS, chosen
 from .store import Store
@@ -18,7 +18,7 @@ from .store import Store
 def parse(
     target: str, dataset: list[str] | None, method: list[str] | None, seeds: str, iterations: int | None
 ) -> Choice:
-    """Validate what was typed; an unknown name is refused with the choices."""
+    """Validate the arguments; an unknown name is refused with the choices."""
     (target,) = chosen([target], TARGETS, "target")
     datasets, methods = _split(dataset), _split(method)
     if datasets is not None:
@@ -53,12 +53,12 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def carry_out(choice: Choice, store: Store, data: Path | None, jobs: int, quiet: bool) -> bool:
     """Find the data, run missing cells, write and show the results. False if a cell failed."""
-    board = Board(quiet=quiet)
+    progress = CellProgress(quiet=quiet)
     if choice.target != "report":
         store.add_statistics(sources.survey([study.name for study in choice.studies()], data))
         sources.load.cache_clear()
     found = store.statistics()
-    failures = run(plan(choice, found, store), store, data, jobs, board).of
+    failures = run(plan(choice, found, store), store, data, jobs, progress).of
     built = tables.build(store, choice.asked, choice.methods)
     publish(store, built, choice.asked)
     console = Console()
@@ -70,9 +70,9 @@ def carry_out(choice: Choice, store: Store, data: Path | None, jobs: int, quiet:
         notes += show.to_terminal(name, rows, console) if rows else []
     for note in dict.fromkeys(notes):
         console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
-    board.say(f"Written to {store.folder}: report.html, results.json, csv files, figure2.png, figure2.pdf.")
+    progress.say(f"Written to {store.folder}: report.html, results.json, csv files, figure2.png, figure2.pdf.")
     for key, why in failures.items():
-        board.say(f"Failed: {key}: {why}")
+        progress.say(f"Failed: {key}: {why}")
     return not failures
 
 

@@ -1,4 +1,4 @@
-"""What is measured on a trained cell: test log likelihood (three ways), accuracy, bounds, seconds per epoch."""
+"""Measures of a trained cell: test log likelihood (three ways), accuracy, bounds, seconds per epoch."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def save_figure2(panels: Sequence[Panel], path: Path, format: str) -> None:
 
 
 def svg(panel: Panel, label: str) -> str:
-    """One panel as an svg element to stand in a page: the page's font, and its colours by name."""
+    """One panel as an svg element for a page, with the page's font and its colours by name."""
     import matplotlib
     from matplotlib.figure import Figure
 

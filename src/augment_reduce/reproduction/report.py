@@ -20,7 +20,7 @@ WORDS = {
     "table3": "Nats a test row; higher is better. For probit and logistic the paper's numbers come from 1,000 draws of "
     "importance sampling with every row counted as at least −26; <em>ours</em> and the difference are computed that "
     "way too, and beside them stand the integral itself (quadrature, no floor) and the draws without the floor. "
-    "<em>Best on the way</em> is the highest value among the looks while training: the paper trains for a fixed number "
+    "<em>Best on the way</em> is the highest value during training: the paper trains for a fixed number "
     "of iterations without a prior, and overfits.",
     "bounds": "What the paper plots is the bound estimated from the sampled classes; A&amp;R's estimate shares its "
     "sample with η. Beside it the bound itself, summed over all classes with the stored η.",

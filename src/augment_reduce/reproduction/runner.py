@@ -1,4 +1,4 @@
-"""Which cells a target needs, and running them: one after the other, or several at once in processes of their own.
+"""Plan the cells of a target and run them: sequentially, or several at once in separate processes.
 
 A cell that fails is reported and the others continue. A full disk and Ctrl-C end the run; finished cells are kept, and
 the same command resumes from there.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..data import PAPER_SHAPES
-from .board import Board
 from .cells import Cell, run_cell
+from .progress import CellProgress
 from .settings import METHODS, REAL, STUDIES, TABLE2, Study, shape_of
 from .store import DiskFullError, Store, is_disk_full
 
@@ -114,31 +114,33 @@ def cost(cell: Cell) -> float:
 # ---- running ----
 
 
-def run(cells: Sequence[Cell], store: Store, data: Path | None, jobs: int, board: Board) -> Failures:
+def run(cells: Sequence[Cell], store: Store, data: Path | None, jobs: int, progress: CellProgress) -> Failures:
     """Run the cells that are not finished yet."""
     waiting = [cell for cell in cells if store.finished(cell.key) is None]
     failures = Failures()
-    with board:
-        board.begin(len(cells), len(waiting))
+    with progress:
+        progress.begin(len(cells), len(waiting))
         if jobs == 1 or len(waiting) <= 1:
-            _one_by_one(waiting, store, data, board, failures)
+            _one_by_one(waiting, store, data, progress, failures)
         else:
-            _several(sorted(waiting, key=cost, reverse=True), store, data, jobs, board, failures)
+            _several(sorted(waiting, key=cost, reverse=True), store, data, jobs, progress, failures)
     return failures
 
 
-def _one_by_one(cells: Sequence[Cell], store: Store, data: Path | None, board: Board, failures: Failures) -> None:
+def _one_by_one(
+    cells: Sequence[Cell], store: Store, data: Path | None, progress: CellProgress, failures: Failures
+) -> None:
     for cell in cells:
-        board.start(cell.key, cell.iterations)
+        progress.start(cell.key, cell.iterations)
         try:
-            record = run_cell(cell, store, data, partial(board.advance, cell.key))
+            record = run_cell(cell, store, data, partial(progress.advance, cell.key))
         except Exception as error:
             if is_disk_full(error):
                 raise DiskFullError(str(error)) from error
             failures.of[cell.key] = reason(error)
-            board.fail(cell.key, failures.of[cell.key])
+            progress.fail(cell.key, failures.of[cell.key])
         else:
-            board.finish(cell.key, record)
+            progress.finish(cell.key, record)
 
 
 def reason(error: BaseException) -> str:
@@ -147,14 +149,14 @@ def reason(error: BaseException) -> str:
     return text if known and text else f"{type(error).__name__}: {text}"
 
 
-def _work(cell: Cell, folder: Path, data: Path | None, at_once: int, born_of: int, parent: Connection) -> None:
-    """Run a cell in a process of its own; report to the parent, and stop if the parent is gone."""
+def _work(cell: Cell, folder: Path, data: Path | None, at_once: int, parent_id: int, parent: Connection) -> None:
+    """Run a cell in a separate process; report to the parent, and stop if the parent has ended."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C reaches the parent, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def report(done: int, note: str) -> None:
-        if os.getppid() != born_of:
+        if os.getppid() != parent_id:
             raise KeyboardInterrupt
         parent.send(("advance", (done, note)))
 
@@ -177,17 +179,17 @@ class Running:
 
 
 def _several(
-    cells: Sequence[Cell], store: Store, data: Path | None, jobs: int, board: Board, failures: Failures
+    cells: Sequence[Cell], store: Store, data: Path | None, jobs: int, progress: CellProgress, failures: Failures
 ) -> None:
     queue, running = list(cells), list[Running]()
     try:
         while queue or running:
             while queue and len(running) < jobs:
                 running.append(_start(queue.pop(0), store, data, jobs))
-                board.start(running[-1].cell.key, running[-1].cell.iterations)
+                progress.start(running[-1].cell.key, running[-1].cell.iterations)
             wait([x for r in running for x in (r.messages, r.process.sentinel)], timeout=1.0)
             for r in running:
-                _listen(r, board, failures)
+                _listen(r, progress, failures)
             running = [r for r in running if not r.ended]
     finally:
         _stop(running)
@@ -206,7 +208,7 @@ def _start(cell: Cell, store: Store, data: Path | None, jobs: int) -> Running:
     return Running(cell, process, ours)
 
 
-def _listen(r: Running, board: Board, failures: Failures) -> None:
+def _listen(r: Running, progress: CellProgress, failures: Failures) -> None:
     """Receive messages of a cell; one that ended without a final message was killed."""
     exited = not r.process.is_alive()  # before reading: all messages have then arrived
     key = r.cell.key
@@ -215,16 +217,16 @@ def _listen(r: Running, board: Board, failures: Failures) -> None:
             word, content = r.messages.recv()
             r.ready = True
             if word == "advance":
-                board.advance(key, *content)
+                progress.advance(key, *content)
                 continue
             r.ended = True
             if word == "full":
                 raise DiskFullError(content)
             if word == "finish":
-                board.finish(key, content)
+                progress.finish(key, content)
             else:
                 failures.of[key] = content
-                board.fail(key, content)
+                progress.fail(key, content)
     except EOFError:
         pass
     if exited and not r.ended:
@@ -233,7 +235,7 @@ def _listen(r: Running, board: Board, failures: Failures) -> None:
         failures.of[key] = f"its process ended with code {code}" + (
             "; it may have run out of memory: use fewer --jobs" if code == -9 else ""
         )
-        board.fail(key, failures.of[key])
+        progress.fail(key, failures.of[key])
     if r.ended:
         r.process.join()
         r.messages.close()

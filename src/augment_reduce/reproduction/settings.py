@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 FLOOR = -26.0  # the authors' code clips test log likelihoods at this value
-N_LOOKS = 20  # evaluations of the test rows during training, evenly spaced
+N_EVALUATIONS = 20  # evaluations of the test rows during training, evenly spaced
 MOVING_AVERAGE = 100  # iterations, figure 2
 
 
@@ -22,7 +22,7 @@ class Method:
     title: str
     model: str
     method: str
-    n_looks: int = N_LOOKS  # fewer if an evaluation takes an integral for each row
+    n_evaluations: int = N_EVALUATIONS  # fewer if an evaluation takes an integral for each row
 
 
 METHODS = {
@@ -32,8 +32,8 @@ METHODS = {
         Method("one-vs-each", "one-vs-each", "softmax", "one-vs-each"),
         Method("sampled-softmax", "sampled softmax", "softmax", "sampled-softmax"),
         Method("softmax", "A&R softmax", "softmax", "augment-reduce"),
-        Method("probit", "A&R probit", "probit", "augment-reduce", n_looks=10),
-        Method("logistic", "A&R logistic", "logistic", "augment-reduce", n_looks=10),
+        Method("probit", "A&R probit", "probit", "augment-reduce", n_evaluations=10),
+        Method("logistic", "A&R logistic", "logistic", "augment-reduce", n_evaluations=10),
     )
 }
 METHOD_ALIASES = {"augment-reduce": "softmax", "ove": "one-vs-each"}
@@ -60,7 +60,7 @@ class Study:
     of_shape: str | None = None  # the study whose shape these random data have, for timing only
 
     def seed_of_rows(self, seed: int) -> int:
-        """What draws the rows of a cell with that seed: if splits are drawn, seeds differ in them, too."""
+        """The seed of the rows of a cell with that seed: if splits are drawn, seeds differ in them, too."""
         return seed if self.splits_anew else self.data_seed
 
 

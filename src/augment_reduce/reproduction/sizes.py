@@ -1,4 +1,4 @@
-"""Quality against the number of sampled classes, and against seconds: what `benchmarks/studies/sizes.py` measured.
+"""Quality by the number of sampled classes and by seconds: the results of `benchmarks/studies/sizes.py`.
 
 A report includes it if `sizes.csv` is in its folder: softmax with our own optimiser and prior, not the paper's.
 """

@@ -114,16 +114,16 @@ class Store:
         self.write_json(self.cells / f"{key}.json", record)
         self.forget_checkpoint(key)
 
-    # ---- cells under way ----
+    # ---- running cells ----
 
     def model_path(self, key: str) -> Path:
         return self.checkpoints / f"{key}.safetensors"
 
-    def looks(self, key: str) -> dict[str, Any] | None:
+    def points(self, key: str) -> dict[str, Any] | None:
         return _read_json(self.checkpoints / f"{key}.json")
 
-    def save_looks(self, key: str, looks: Mapping[str, Any]) -> None:
-        self.write_json(self.checkpoints / f"{key}.json", looks)
+    def save_points(self, key: str, points: Mapping[str, Any]) -> None:
+        self.write_json(self.checkpoints / f"{key}.json", points)
 
     def forget_checkpoint(self, key: str) -> None:
         for suffix in (".safetensors", ".json"):

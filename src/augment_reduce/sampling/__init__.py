@@ -1,24 +1,23 @@
-"""Which classes stand for the rest, and with what weights.
+"""Class samplers: the sampled classes and their weights.
 
-A sampler draws classes S for a minibatch and says omega such that, for every row with label y,
+A sampler draws classes S for a minibatch and weights omega such that, for every row with label y,
 
     E[ sum_{k in S} omega_k f_k ] = sum_{k != y} f_k          for any f,
 
-which is all that the bounds need of it (paper, "Reduce by subsampling"). Classes are drawn for each row
-(`classes` is (B, S)) or once for the whole minibatch (`classes` is (S,)); a pair in which a row meets its
-own label is masked, and counts for nothing.
+as required by the bounds (paper, "Reduce by subsampling"). Classes are drawn for each row (`classes` is (B, S)) or once
+for the whole minibatch (`classes` is (S,)); a row's own label is masked.
 
     sampler                    drawn                                          omega_k
     UniformPerRow              without replacement from the K-1 others        (K-1) / |S|
     UniformShared              without replacement from all K, label masked   (K-1) / |S without y|   (K where |S| = 1)
     FrequencyPerRow            with replacement from q over the others        (1 - q_y) / (|S| q_k)
     FrequencyShared            with replacement from q, label masked          1 / (|S| q_k)
-    HeadAndTail                the most frequent for certain, one of each     1; in the tail 1 / E[times drawn]
+    HeadAndTail                the most frequent always, one of each          1; in the tail 1 / E[number of draws]
                                stratum of the others, label masked
-    HardNegativeCache          as HeadAndTail, and for certain what was       the same
-                               hard for these rows at their last visit
-    FeatureCandidates          as HeadAndTail, and for each row, for          the same; 1
-                               certain, candidates by its features
+    HardNegativeCache          as HeadAndTail, and always classes with        the same
+                               large gradients at the rows' last visit
+    FeatureCandidates          as HeadAndTail, and for each row always        the same; 1
+                               candidate classes by its features
     Conditional                with replacement from q(k | x) over the        (1 - q(y | x)) / (|S| q(k | x))
                                others: clusters of classes scored for the row
     AllClasses                 every class, label masked                      1
@@ -67,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 
 def renamed(name: str) -> str:
-    """The name that took the place of a former one, with a warning; any other as it is."""
+    """The new name of a renamed sampler, with a warning; other names unchanged."""
     if name not in RENAMED:
         return name
     warnings.warn(f"{name!r} is now {RENAMED[name]!r}; use that.", FutureWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""What every class sampler offers, and what it may look at."""
+"""The interface of class samplers, and their inputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DrawWithoutReplacement = Callable[..., Tensor]  # (uniforms (B, S), n, labels (B
 class Half(NamedTuple):
     """One half of a sample: log weights over all of its classes, (S,) or broadcastable to (B, S); -inf: not in it.
 
-    - `stands`: with these the half by itself stands for the rest; they do not depend on the other half;
-    - `given`: with these the sample stands for the rest once this half is known: E[ . | this half] is the whole sum.
+    - `stands`: weights of this half alone, unbiased for the sum over the other classes; independent of the other half;
+    - `given`: weights of the sample given this half: E[ . | this half] is the full sum.
     """
 
     stands: Tensor
@@ -33,17 +33,17 @@ class Half(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The classes that stand for the rest.
+    """The sampled classes of a minibatch.
 
-    - `classes`: (B, S), or (S,) where the minibatch shares them;
+    - `classes`: (B, S), or (S,) if shared by the minibatch;
     - `log_weight`: log omega, broadcastable to (B, S);
-    - `mask`: (B, S), True where a row meets its own label, or a class that stands for it elsewhere; None: nowhere;
-    - `distinct`: whether no class stands twice in a row's sample;
-    - `halves`: where it was drawn in two; omega is then the mean of the weights given either;
-    - `label_mask`: `mask` itself where that hides no more than a row's own label and, among the shared classes, those
-      that the row has for itself: a fused kernel need not read it. Whoever replaces the mask need not say anything;
-    - `own`: (B, P), classes that a row has for itself beside the shared ones, as the last P of its S + P columns; the
-      same for rows with the same features. Where it has fewer, `n_own` (B,), some label fills the rest, masked.
+    - `mask`: (B, S), True for a row's own label, and for a class that has another column in this row; None: no mask;
+    - `distinct`: whether the classes of a row's sample are distinct;
+    - `halves`: if drawn in two halves; omega is then the mean of the weights given either;
+    - `label_mask`: `mask` itself if it masks only a row's own label and, among the shared classes, the row's candidate
+      classes: a fused kernel need not read it. Code that replaces the mask need not change it;
+    - `own`: (B, P), candidate classes of each row, in the last P of its S + P columns; the same for duplicate rows. A
+      row has `n_own` (B,) of them; the other columns have some label, masked.
     """
 
     classes: Tensor
@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
     label_mask: Tensor | None = None
 
     def columns(self, n_rows: int) -> Tensor:
-        """The classes of all columns, a row for each row, or the shared ones alone."""
+        """The classes of all columns: (B, S + P), or (S,) if all are shared."""
         shared = self.classes.expand(n_rows, -1)
         return shared if self.own is None else torch.cat([shared, self.own], dim=1)
 
@@ -66,12 +66,12 @@ class Sampled(NamedTuple):
 
     @property
     def hides_labels_only(self) -> bool:
-        """Whether the mask follows from the labels and the classes; see `label_mask`."""
+        """Whether the mask is determined by the labels and the classes; see `label_mask`."""
         return self.mask is not None and self.mask is self.label_mask and (self.own is None) == (self.n_own is None)
 
 
 class Minibatch(NamedTuple):
-    """What a sampler may look at: the rows of this step, and the weights as they were left by `steps_taken` steps."""
+    """The inputs of a draw: the rows of this step, and the weights after `steps_taken` steps."""
 
     X: Any  # Rows, or the rows of the device
     rows: np.ndarray
@@ -79,8 +79,8 @@ class Minibatch(NamedTuple):
     parameters: Any  # Parameters
     kernels: ModuleType
     steps_taken: int
-    groups: MinibatchGroups | None = None  # which of the rows have the same features, where that is known
-    all_classes: int = 0  # K, where `parameters` are those of some classes only
+    groups: MinibatchGroups | None = None  # groups of duplicate rows, if known
+    all_classes: int = 0  # K, if `parameters` are those of some classes only
 
     @property
     def n_classes(self) -> int:
@@ -88,47 +88,46 @@ class Minibatch(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """What a sampler may look at before the first step."""
+    """The inputs of `prepare`, before the first step."""
 
     X: Any  # Rows
-    rows: np.ndarray  # those that are trained on
-    labels: np.ndarray  # of these, in the same order
-    groups: RowGroups | None = None  # of duplicate rows, where they have been looked for
+    rows: np.ndarray  # the training rows
+    labels: np.ndarray  # of `rows`, in the same order
+    groups: RowGroups | None = None  # of duplicate rows, if searched for
 
 
 class ClassSampler:
-    """Base of the samplers: a recipe, of which `bind` makes a copy for one fit, and that copy draws at every step.
+    """Base of the samplers: a recipe. `bind` returns a copy for one fit, and that copy draws at every step.
 
-    The recipe holds the constructor's arguments and is never written to: several estimators may share one. All that
-    depends on the data or changes in training (tables of class frequencies, a memory of rows) belongs to the bound
-    copy, and what of it has to outlive the fit is in its `state_dict`.
+    The recipe has the constructor's arguments and is never modified: several estimators may share one. All that depends
+    on the data or changes in training (tables of class frequencies, stored classes of rows) is in the bound copy; the
+    part that `warm_start` and model files restore is its `state_dict`.
 
-    A subclass defines `draw`, or `draw_for` where it looks further than labels. To build tables it extends `bind`:
+    A subclass defines `draw`, or `draw_for` if it needs more than labels. To build tables it extends `bind`:
 
         def bind(self, class_counts, draw_without_replacement):
             bound = super().bind(class_counts, draw_without_replacement)
             bound.log_count = np.log(class_counts)
             return bound
 
-    A subclass with shared classes says `shared = True`, and `own_by_features = True` where rows with the same features
-    have the same classes of their own, or none: then duplicate rows of a minibatch come together and are scored once.
-    Whoever defines a draw anew says the latter again; it is not inherited with a draw that may not keep to it.
+    A subclass with shared classes sets `shared = True`, and `own_by_features = True` if duplicate rows have the same
+    candidate classes, or none: then duplicate rows of a minibatch are grouped and scored once. A subclass that
+    overrides a draw sets the latter again; it is not inherited.
 
-    Over ranks every process draws for all classes, and all have to draw the same: a sampler that looks at weights or
-    gradients, of which a process then has some classes only, brings them together by `partition`, or says
-    `over_ranks = False` and is refused there.
+    Over ranks every process draws for all classes, and the draws have to be equal: a sampler that reads weights or
+    gradients, of which a process has some classes only, gathers them by `partition`, or sets `over_ranks = False` and
+    is refused over ranks.
 
-    One that looks at all training rows before the first step defines `prepare`, one that learns from gradients
-    `observe`. A draw may depend on anything before it, and on the rows it is for; never on the classes that this step
-    has drawn.
+    A sampler that needs all training rows before the first step defines `prepare`, one that needs gradients `observe`.
+    A draw may depend on earlier steps and on its rows, not on the classes drawn in this step.
     """
 
     name: ClassVar[str]
-    shared: ClassVar[bool] = False  # whether a minibatch shares the classes that it draws
-    own_by_features: ClassVar[bool] = False  # whether rows with the same features have the same `Sampled.own`, if any
-    over_ranks: ClassVar[bool] = True  # whether it draws the same where a process has some of the weights only
+    shared: ClassVar[bool] = False  # whether the drawn classes are shared by the minibatch
+    own_by_features: ClassVar[bool] = False  # whether duplicate rows have the same `Sampled.own`, if any
+    over_ranks: ClassVar[bool] = True  # whether its draws are the same with sharded weights
     n_classes: int = 0  # K, of a bound copy
-    partition: Partition | None = None  # of a bound copy whose weights are on several processes
+    partition: Partition | None = None  # of a bound copy with sharded weights
     _draw_without_replacement: DrawWithoutReplacement
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -137,7 +136,7 @@ class ClassSampler:
             cls.own_by_features = False
 
     def for_classes(self, n_classes: int) -> Self:
-        """A copy that knows K, as `size` and `bytes` need it."""
+        """A copy with K set, for `size` and `bytes`."""
         found = copy.copy(self)
         found.n_classes = n_classes
         return found
@@ -149,57 +148,57 @@ class ClassSampler:
         return bound
 
     def size(self, n_sampled_classes: int) -> int:
-        """|S| as drawn: never more than there are others to draw."""
+        """The number of classes drawn: at most the number of other classes."""
         return min(n_sampled_classes, self.n_classes - 1)
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` wants the gradients of a step."""
+        """Whether `observe` needs the gradients of a step."""
         return type(self).observe is not ClassSampler.observe
 
     def most_own(self) -> int:
-        """Classes that a row may have for itself beside those drawn."""
+        """The maximum number of candidate classes of a row."""
         return 0
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        """What it keeps beyond tables of the size of the classes: none, for most."""
+        """Bytes of its state, except for tables of O(K); 0 for most samplers."""
         return 0
 
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         raise TypeError(f"{type(self).__name__} does not say how to draw.")
 
     def draw_for(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """What a step calls. Most samplers need no more than the labels."""
+        """Called by a step. By default `draw` with the labels."""
         return self.draw(minibatch.labels, size, generator=generator, dtype=minibatch.parameters.weight.dtype)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """As `draw_for`, in two halves, for an E step on one and an M step on the other. Here: two draws."""
+        """As `draw_for`, in two halves, for an E step on one and an M step on the other. By default two draws."""
         first = self.draw_for(minibatch, size - size // 2, generator=generator)
         return joined(first, self.draw_for(minibatch, size // 2, generator=generator))
 
     def warm_up(self, X: Any) -> None:
-        """Compile what `prepare` needs for such rows."""
+        """Compile the kernels of `prepare` for such rows."""
 
     def prepare(self, data: TrainingData, size: int) -> None:
-        """Before the first step on these rows, with |S|. By default: nothing."""
+        """Called before the first step on these rows, with |S|. By default does nothing."""
 
     def end_epoch(self, parameters: Any, n_rows: int, size: int) -> None:
-        """After the last step of an epoch over n_rows: the weights as they are, and |S|. By default: nothing."""
+        """Called after the last step of an epoch over n_rows, with the weights and |S|. By default does nothing."""
 
     def observe(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
-        """After the step: the bound's gradient by the gaps (B, S) of the classes drawn. By default: nothing."""
+        """Called after the step, with the bound's gradient by the gaps (B, S). By default does nothing."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What has to be there again for training to go on exactly; saved with the model."""
+        """The state that exact resumption of training needs; saved with the model."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor], *, same_rows: bool) -> None:
-        """Restore the `state_dict` of an earlier fit, after `bind`. `same_rows`: row n is still row n. State of another
-        kind of sampler, or of other settings, is left alone: the fit begins without."""
+        """Restore the `state_dict` of an earlier fit, after `bind`. `same_rows`: whether the rows are the same. The
+        state of another sampler, or of other settings, is ignored."""
 
     @classmethod
     def layouts(cls) -> tuple[Layout, ...]:
-        """What `state_dict` may look like in a model file; none: it is not checked there."""
+        """The layouts of `state_dict` in a model file; none: it is not checked."""
         return ()
 
 
@@ -217,7 +216,7 @@ def joined(first: Sampled, second: Sampled) -> Sampled:
 
 
 def halved(sampled: Sampled) -> Sampled:
-    """The halves of a sample whose draws are independent of each other, each as likely to be any class."""
+    """The halves of a sample of independent, identically distributed draws."""
     size = sampled.classes.shape[-1]
     n = size - size // 2
     log_weight = _one_a_class(sampled)
@@ -230,8 +229,8 @@ def halved(sampled: Sampled) -> Sampled:
 def cut_in_two(sampled: Sampled, n_others: int, generator: torch.Generator) -> Sampled:
     """The halves of one draw without replacement from the `n_others` classes other than the label, the label masked.
 
-    Cut at random: the set is uniform, the order in which it comes is not. The halves are not independent; but given
-    one, whose classes are then certain, the other is a draw without replacement from those that are left.
+    Cut at random, because the order of the drawn classes is not uniform. The halves are not independent: given one,
+    whose classes are then certain, the other is a draw without replacement from the remaining classes.
     """
     size, dtype = sampled.classes.shape[-1], sampled.log_weight.dtype
     first = torch.randperm(size, generator=generator) < size - size // 2
@@ -248,12 +247,12 @@ def cut_in_two(sampled: Sampled, n_others: int, generator: torch.Generator) -> S
 
 
 def in_halves(classes: Tensor, mask: Tensor | None, a: Tensor, b: Tensor) -> Sampled:
-    """A sample of two that are independent: given the one, the other stands for the rest as it does by itself."""
+    """A sample from two independent halves: given one, the weights of the other are unchanged."""
     return Sampled(classes, mean_weight(a, b), mask, False, (Half(stands=a, given=b), Half(stands=b, given=a)))
 
 
 def whole(sampled: Sampled) -> Sampled:
-    """Of a sample that leaves nothing to chance both halves are the whole."""
+    """For a deterministic sample: both halves are the whole sample."""
     half = Half(stands=_one_a_class(sampled), given=_one_a_class(sampled))
     return sampled._replace(halves=(half, half))
 
@@ -284,8 +283,8 @@ def frequencies(counts: np.ndarray, power: float, uniform_share: float) -> np.nd
 def certain_classes(q: np.ndarray, size: int, ranked: np.ndarray | None = None) -> np.ndarray:
     """The classes whose pi = min(1, lambda q), summing to |S|, is 1; ascending.
 
-    From the most frequent down: class number H (from 0) is certain if its share of the |S| - H draws that are left,
-    relative to the classes that are left, is at least one. `ranked`: the classes in that order, where known.
+    In order of decreasing frequency: class number H (from 0) is certain if its share of the remaining |S| - H draws,
+    relative to the remaining classes, is at least one. `ranked`: the classes in that order, if known.
     """
     order = (by_frequency(q) if ranked is None else ranked)[:size]
     rest = 1.0 - np.concatenate([[0.0], np.cumsum(q[order])[:-1]])

@@ -1,4 +1,4 @@
-"""A sampler that remembers, for every training row, the classes that were hard for it."""
+"""A sampler that stores, for every training row, the classes with the largest gradients at its last visit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .fixed import HeadAndTail
 
 
 class HardNegativeCache(HeadAndTail):
-    """`HeadAndTail` with a head that moves: what weighed most on these rows at their last visit is in S for certain.
+    """`HeadAndTail` with an additional head: classes with large gradients at the last visit of these rows.
 
-    After a step each row keeps the `memory` classes of largest gradient g (omega taken out) among those that S held;
-    O(N memory) numbers. With h_k^2 the sum of g^2 that the rows of a minibatch remember of class k, and T an average of
-    sum_{k in S} omega_k |g_k|, which estimates the sum of such sizes over all classes, its head has the classes with
-    |S| h_k >= T: those that draws by size of gradient would meet at least once. They take up to `cache_share` of S. The
-    rest of S is HeadAndTail's, outside of them. All this is past when S is drawn, so that the weights 1 are exact.
+    After a step each row stores the `memory` classes of S with the largest gradient g (without omega); O(N memory)
+    numbers. With h_k^2 the sum of g^2 stored for class k by the rows of a minibatch, and T a running mean of
+    sum_{k in S} omega_k |g_k|, an estimate of the sum over all classes, the head has the classes with |S| h_k >= T:
+    those that draws by size of gradient would contain at least once on average. They take up to `cache_share` of S. The
+    rest of S is HeadAndTail's, without them. The head does not depend on this step's draw, so that its weights 1 are
+    exact.
 
-    - `batch_labels`: let the labels of the minibatch fill what memory leaves of that share. Their weights are read
-      anyway. With memory=0 these are the in-batch negatives of two-tower models, made unbiased.
+    - `batch_labels`: fill the remainder of that share with the labels of the minibatch. Their weights are read
+      anyway. With memory=0 these are the in-batch negatives of two-tower models, without bias.
     """
 
     name: ClassVar[str] = "cache-shared"
@@ -53,8 +54,8 @@ class HardNegativeCache(HeadAndTail):
     def bind(self, class_counts: np.ndarray, draw_without_replacement: DrawWithoutReplacement) -> Self:
         bound = super().bind(class_counts, draw_without_replacement)
         bound.remembered = torch.zeros(0, self.memory, dtype=torch.int32)  # (N, memory) classes
-        bound.heat = torch.zeros(0, self.memory)  # (N, memory) their gradients, without omega; 0: nothing there
-        bound.total = torch.zeros(1, dtype=torch.float64)  # T; 0: not known yet
+        bound.heat = torch.zeros(0, self.memory)  # (N, memory) their gradients, without omega; 0: empty
+        bound.total = torch.zeros(1, dtype=torch.float64)  # T; 0: not estimated yet
         return bound
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -82,7 +83,7 @@ class HardNegativeCache(HeadAndTail):
             self.heat = torch.zeros(n_rows, self.memory)
 
     def _hard(self, minibatch: Minibatch, size: int) -> Tensor:
-        """The classes hard enough for these rows, the hardest first; then, where asked for, labels of other rows."""
+        """The head by gradients for these rows, largest first; then, with `batch_labels`, labels of the minibatch."""
         index = torch.from_numpy(minibatch.rows)
         heat = self.heat[index].flatten().double()
         classes, which = self.remembered[index].flatten()[heat > 0].long().unique(return_inverse=True)
@@ -92,7 +93,7 @@ class HardNegativeCache(HeadAndTail):
         if self.batch_labels:
             labels = minibatch.labels.unique()
             hard = torch.cat([hard, labels[~torch.isin(labels, hard)]])
-        return hard[: min(int(self.cache_share * size), size - 1)]  # never all of S: some have to be drawn
+        return hard[: min(int(self.cache_share * size), size - 1)]  # not all of S: some have to be drawn
 
     def observe(self, minibatch: Minibatch, sampled: Sampled, grad: Tensor) -> None:
         if not self.memory:

@@ -1,4 +1,4 @@
-"""A sampler that looks at which features a row has: their candidate classes are in its sample for certain."""
+"""A sampler with candidate classes for each row, selected by its features."""
 
 from __future__ import annotations
 
@@ -29,46 +29,45 @@ from .base import DrawWithoutReplacement, Half, Minibatch, Sampled, TrainingData
 from .fixed import HeadAndTail
 
 KEPT = ("listed", "counts", "seen", "heavy", "heavy_weight", "since")
-A_PASS = 16  # weights that are looked through in the time of a row and a class of it, at least
-WEIGHTS_AT_ONCE = 1 << 26  # that a device copies to look through them
-ROOM = 8  # times n_own: labels of the same features that a row may have
+A_PASS = 16  # weights scanned in the time of scoring a class of a row, at least
+WEIGHTS_AT_ONCE = 1 << 26  # weights that a device copies at a time for the scan
+ROOM = 8  # times n_own: limit of labels of duplicate rows
 
 
 class FeatureCandidates(HeadAndTail):
-    """`HeadAndTail`, shared by the minibatch, and for each row P candidate classes of its features, weight 1.
+    """`HeadAndTail`, shared by the minibatch, and for each row P candidate classes by its features, with weight 1.
 
         score_k(x) = sum_{d: x_d != 0} P(k | d) / sqrt(n_k)        P(k | d): the share of label k in the rows with d
 
-    What is seldom drawn is a row's strongest rival only where its features say so, and they did so in the training
-    rows before. `prepare` counts there, once, before the first step: for each feature a list of `per_feature` labels
-    with their counts (Space-Saving), O(D) numbers and one pass over the non-zeros. sqrt(n_k) gives room to classes
-    that the shared sample meets rarely. Head classes, which are there anyway, are not listed.
+    A rare class has a large score in a row mainly if its features co-occurred with that class in training rows.
+    `prepare` counts this once, before the first step: for each feature a list of `per_feature` labels with their counts
+    (Space-Saving), O(D) numbers and one pass over the non-zeros. The factor 1 / sqrt(n_k) favours classes that are rare
+    in the shared sample. Head classes, which are in every sample, are not listed.
 
-    Where rows come several times with different labels (every label of a document an example) the other labels come
-    first: nothing is a surer rival than what was right for the very same features, however rare. All of them, where
-    they are more than P (up to ROOM times as many).
+    For duplicate rows (every label of a document an example) the labels of the other duplicates come first, since their
+    scores are large, however rare they are. All of them are used, up to ROOM * P.
 
-    What labels have not said the weights may: as many classes again of largest sum_d w_kd over the row's features, from
-    lists of the `per_feature` classes whose weight for a feature is largest. A rare class, seldom drawn, can come to
-    outweigh the label on rows that have only features in common with it that all have. These lists are made anew from
-    the weights when an epoch ends, in one pass over them; after a short one, a part of a stream say, not yet.
+    Labels do not find all classes with large scores, so as many candidates again have the largest sum_d w_kd over the
+    row's features, from lists of the `per_feature` classes with the largest weights for a feature. (The score of a rare
+    class, drawn rarely, may exceed the label's in rows that share only common features with it.) These lists are
+    rebuilt from the weights at the end of an epoch, in one pass; after short epochs, as parts of a stream, less often.
 
-    The own classes of a row depend on its features, the training labels and earlier steps, not on the draw: with weight
-    1 for them, and the shared classes for what they leave, every row's sum stays unbiased. A row's label is masked,
-    where it is one of them.
+    The candidates of a row depend on its features, the training labels and earlier steps, not on the draw: with weight
+    1 for them, and the shared classes for the others, every row's sum is unbiased. A row's label is masked if it is
+    among them.
     """
 
     name: ClassVar[str] = "candidates-shared"
     own_by_features: ClassVar[bool] = True
     listed: np.ndarray  # (D, per_feature) classes, NONE: none
     counts: np.ndarray
-    seen: np.ndarray  # (D,) rows that have the feature
+    seen: np.ndarray  # (D,) rows with the feature
     heavy: np.ndarray  # (D, per_feature) classes of the largest weights
     heavy_weight: np.ndarray
-    since: np.ndarray  # (1,) rows trained on since these were listed
+    since: np.ndarray  # (1,) rows trained on since the lists were built
     _has_heavy: bool
     _rows_counted: bool
-    _duplicates: Any  # rows that differ in their labels alone
+    _duplicates: Any  # groups of rows that differ in their labels only
     _weight: np.ndarray  # (K,) 1 / sqrt(n_k)
     _certain_of: dict[int, np.ndarray]
     _last: np.ndarray  # (K,) scratch
@@ -105,7 +104,7 @@ class FeatureCandidates(HeadAndTail):
         return (ROOM + 1) * self.n_own
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        return n_features * (16 * self.per_feature + 8) + 120 * n_rows  # while it studies; 26 of them stay
+        return n_features * (16 * self.per_feature + 8) + 120 * n_rows  # during `prepare`; 26 of them remain
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: torch.from_numpy(getattr(self, name)) for name in KEPT}
@@ -120,11 +119,11 @@ class FeatureCandidates(HeadAndTail):
             "heavy": Entry("int32", ("D?heavy", "P"), -1, "K"), "heavy_weight": Entry("float32", ("D?heavy", "P"), 0.0),
             "since": Entry("int64", (1,), 0, 2**53),
         }  # fmt: skip
-        return studied, studied | weights  # older files have no weights listed
+        return studied, studied | weights  # older files have no lists by weights
 
     def load_state_dict(self, state: dict[str, Tensor], *, same_rows: bool) -> None:
         if {"listed", "counts", "seen"} <= state.keys() and state["listed"].shape[1] == self.per_feature:
-            for name in state.keys() & set(KEPT):  # older files have no weights listed
+            for name in state.keys() & set(KEPT):  # older files have no lists by weights
                 setattr(self, name, state[name].numpy())
             self._has_heavy = bool(self.heavy_weight.any())
             self._rows_counted = same_rows and len(self.listed) > 0
@@ -138,7 +137,7 @@ class FeatureCandidates(HeadAndTail):
 
     def prepare(self, data: TrainingData, size: int) -> None:
         X, rows, labels = sparse(data.X), data.rows, np.ascontiguousarray(data.labels, np.int64)
-        check_features(X)  # before any step has loaded, and looked at, the rows
+        check_features(X)  # before a step has loaded and checked the rows
         groups = group_rows(X, rows) if data.groups is None else data.groups
         self._duplicates = labels_of_duplicates(
             groups.equal, rows, labels, self.certain(size), self._weight, ROOM * self.n_own
@@ -160,7 +159,7 @@ class FeatureCandidates(HeadAndTail):
         weight = parameters.weight
         self.since = self.since + n_rows
         shape = weight.shape[1], self.per_feature
-        if self.since * size * A_PASS < self.n_classes * shape[0]:  # looking through takes longer than the epoch did
+        if self.since * size * A_PASS < self.n_classes * shape[0]:  # the scan would take longer than the epoch
             return
         heavy, values = np.full(shape, NONE, np.int32), np.zeros(shape, np.float32)
         if weight.is_cuda:
@@ -185,7 +184,7 @@ class FeatureCandidates(HeadAndTail):
             heavy_weight[part, :n] = np.maximum(values, 0)
 
     def certain(self, size: int) -> np.ndarray:
-        """(K,) whether a class is in the head where |S| = size."""
+        """(K,) whether a class is in the head for |S| = size."""
         if size not in self._certain_of:
             self._certain_of[size] = np.zeros(self.n_classes, np.bool_)
             self._certain_of[size][self.head(size).numpy()] = True
@@ -198,11 +197,11 @@ class FeatureCandidates(HeadAndTail):
         return self._with_own(super().draw_for(minibatch, size, generator=generator), minibatch, size)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """A row's own classes are in both halves, as the head is."""
+        """Candidate classes are in both halves, as the head is."""
         return self._with_own(super().draw_halves(minibatch, size, generator=generator), minibatch, size)
 
     def own(self, minibatch: Minibatch, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """(U, P), (U,): the candidates of these groups, and how many; some label for the rest."""
+        """(U, P), (U,): the candidates of these groups, and their numbers; filled with some label."""
         X, labels, rows = sparse(minibatch.X), minibatch.labels.numpy(), minibatch.rows
         if minibatch.groups is not None:
             labels, rows = labels[minibatch.groups.first], rows[minibatch.groups.first]
@@ -234,7 +233,7 @@ class FeatureCandidates(HeadAndTail):
         if minibatch.groups is not None:
             own, found, twice = (of_groups[minibatch.groups.group] for of_groups in (own, found, twice))
         assert sampled.mask is not None
-        shared, of_own = sampled.mask | torch.from_numpy(twice), torch.from_numpy(own)  # a class counts once
+        shared, of_own = sampled.mask | torch.from_numpy(twice), torch.from_numpy(own)  # each class counts once
         n_own = torch.from_numpy(found)
         none = torch.arange(own.shape[1]) >= n_own[:, None]
 
@@ -253,7 +252,8 @@ class FeatureCandidates(HeadAndTail):
 
 
 def of_all_ranks(heavy: np.ndarray, values: np.ndarray, partition: Partition) -> tuple[np.ndarray, np.ndarray]:
-    """Lists (D, P) of largest weights, from those of each rank's rows; ties to the lower class, as in one process."""
+    """Lists (D, P) of the largest weights, from the lists of each rank; ties go to the lower class, as in one
+    process."""
     classes = np.where(heavy == NONE, NONE, partition.shard.classes(heavy.astype(np.int64)))
     of_ranks = [
         np.concatenate(list(partition.ranks.gather(torch.from_numpy(each), "the largest weights").numpy()), axis=1)
@@ -266,12 +266,12 @@ def of_all_ranks(heavy: np.ndarray, values: np.ndarray, partition: Partition) ->
 
 @functools.lru_cache(maxsize=4)
 def ones(n: int) -> np.ndarray:
-    """Made once: a step must not take longer for more features or classes."""
+    """Cached, so that the time of a step is independent of features and classes."""
     return np.ones(n)
 
 
 def sparse(X: Any) -> SparseRows:
-    """The rows themselves, of which a device has a copy."""
+    """The rows on the host, of which a device has a copy."""
     rows = getattr(X, "source", X)
     if not isinstance(rows, SparseRows):
         raise ValueError(

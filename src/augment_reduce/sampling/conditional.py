@@ -1,4 +1,4 @@
-"""A sampler that knows the row: q(k | x) from clusters of classes, refreshed while training."""
+"""A sampler with q(k | x) by the row's features: clusters of classes, rebuilt during training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..support.seeds import many_uniforms
 from .base import DrawWithoutReplacement, Minibatch, Sampled, halved
 from .fixed import _Frequency
 
-ROWS_LOOKED_AT = 32  # rows of a minibatch on which classes are compared
+ROWS_COMPARED = 32  # rows of a minibatch by whose scores classes are clustered
 BLOCK = 2**24  # weights copied at a time
 
 
 class Clusters(NamedTuple):
-    """A partition of the classes, and for each part a row of weights that scores it.
+    """A partition of the classes, and for each part a row of weights that gives its score.
 
-    - `order`, `place`: (K,) the classes, part by part, and where in that order each stands;
-    - `of`: (K,) the part of each class; `first`, `last`: (C,) the places of a part;
+    - `order`, `place`: (K,) the classes sorted by part, and the position of each class in that order;
+    - `of`: (K,) the part of each class; `first`, `last`: (C,) the positions of a part;
     - `below`: (K + 1,) cumulative sums of q in that order; `mass`: (C,) q of a part;
     - `weight` (C, D), `bias` (C,): the part's score, about log sum_{k in part} e^psi_k.
     """
@@ -45,13 +45,13 @@ class Conditional(_Frequency):
         q(k | x) = P(c_k | x) q_k / q(c_k)        P(c | x) = (1 - u) softmax_c(v_c . x + a_c) + u q(c)
 
     over the classes other than the label, renormalised. v_c is the mean of the cluster's weight rows, weighted by q.
-    Classes are put together whose psi_k - log q_k agree on the rows of a minibatch, since then q(k | x) is the softmax
-    itself; a_c makes the cluster's score right on average over those rows. A draw costs O(log K), a row C more scores.
+    A cluster has classes with similar psi_k - log q_k on the rows of a minibatch: if they are equal, q(k | x) is the
+    softmax. a_c makes the cluster's score exact on average over those rows. A draw costs O(log K), a row C more scores.
 
-    The clusters are made anew before iteration t = 1, 17, 41, ...: half as late again as the last time, plus 16. So a
-    fit of T iterations makes them O(log T) times, each in O(K (D + rows looked at)). They are saved with the model.
+    The clusters are rebuilt before iteration t = 1, 17, 41, ...: at 1.5 times the last iteration plus 16. A fit of T
+    iterations builds them O(log T) times, each in O(K (D + rows compared)). They are saved with the model.
 
-    - `share`: u, what keeps the weights below those of `FrequencyPerRow` over u;
+    - `share`: u, which bounds the weights by those of `FrequencyPerRow` over u;
     - `n_clusters`: a power of two; None: the one nearest to the square root of K.
     """
 
@@ -76,7 +76,7 @@ class Conditional(_Frequency):
         return bound
 
     def bytes(self, n_rows: int, n_features: int) -> int:
-        return 8 * (self._n_clusters() * n_features + ROWS_LOOKED_AT * self.n_classes)
+        return 8 * (self._n_clusters() * n_features + ROWS_COMPARED * self.n_classes)
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.clusters is None:
@@ -127,7 +127,7 @@ class Conditional(_Frequency):
         return (1.0 - self.share) * torch.softmax(psi.double(), dim=1) + self.share * self.clusters.mass
 
     def _draw(self, c: Clusters, chance: Tensor, labels: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, S) classes other than the label, and log omega. One uniform says the cluster and the class in it."""
+        """(B, S) classes other than the label, and log omega. One uniform selects the cluster and the class in it."""
         own = c.of[labels][:, None]
         q_label = self.log_q[labels].exp()[:, None]
         others = chance.gather(1, own) * (1.0 - q_label / c.mass[own])
@@ -146,15 +146,15 @@ class Conditional(_Frequency):
         where = where + torch.where(in_own & (where >= c.below[own_place]), q_label, 0.0)
         place = (torch.searchsorted(c.below, where, right=True) - 1).clamp(c.first[part], c.last[part])
         beside = torch.where(own_place > c.first[own], own_place - 1, own_place + 1)
-        place = torch.where(place == own_place, beside, place)  # by rounding, at the end of the label's stretch
+        place = torch.where(place == own_place, beside, place)  # by rounding, at the end of the label's interval
         classes = c.order[place]
         log_q = torch.log(chance.gather(1, part) / c.mass[part]) + self.log_q[classes]
         return classes, torch.log(rest) - log_q - math.log(u.shape[1])
 
     def _refresh(self, minibatch: Minibatch) -> Clusters:
-        """Clusters for the weights as they are, from how they score a few rows of this minibatch."""
+        """Clusters for the current weights, from the scores of a few rows of this minibatch."""
         weight, bias = minibatch.parameters.weight, minibatch.parameters.bias
-        rows = minibatch.rows[:ROWS_LOOKED_AT]
+        rows = minibatch.rows[:ROWS_COMPARED]
         psi = minibatch.kernels.shared_scores(minibatch.X, rows, torch.arange(self.n_classes), weight, bias).double()
         check_finite(psi)
         residual = psi - self.log_q
@@ -181,8 +181,8 @@ class Conditional(_Frequency):
 
 
 def bisect(points: np.ndarray, n_parts: int) -> np.ndarray:
-    """(n,) the part of each point: halved along the direction of largest variance until there are n_parts, equal in
-    size to within one halving's rounding."""
+    """(n,) the part of each point: bisected along the direction of largest variance into n_parts parts, equal in
+    size up to rounding."""
     parts = [np.arange(len(points))]
     while len(parts) < n_parts:
         parts = [half for members in parts for half in _halves(points, members)]

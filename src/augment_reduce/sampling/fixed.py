@@ -1,4 +1,4 @@
-"""Samplers that look at nothing but labels and class counts."""
+"""Samplers that depend on labels and class counts only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .base import (
     whole,
 )  # fmt: skip
 
-LARGEST_POWER = 16.0  # beyond it the counts of large data overflow
+LARGEST_POWER = 16.0  # larger powers of counts may overflow
 
 
 class UniformPerRow(ClassSampler):
@@ -45,10 +45,10 @@ class UniformPerRow(ClassSampler):
 
 
 class UniformShared(ClassSampler):
-    """|S| of all K classes for the whole minibatch; a row whose label is among them leaves it out.
+    """|S| of all K classes for the whole minibatch; a row's own label is masked.
 
-    omega = (K-1) / |S without y|: given whether y was drawn, the rest of S is uniform over the others, so
-    this is unbiased in both cases. With |S| = 1 the rest can be empty, and omega = K / |S| is used instead.
+    omega = (K-1) / |S without y|: given whether y was drawn, the other classes of S are uniform, so
+    this is unbiased in both cases. With |S| = 1 S without y may be empty, and omega = K / |S| is used instead.
     """
 
     name: ClassVar[str] = "uniform-shared"
@@ -69,18 +69,18 @@ class UniformShared(ClassSampler):
         return Sampled(classes, log_weight, mask, distinct=True)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        if size < 4:  # a half could be the label alone
+        if size < 4:  # a half could have the label only
             return super().draw_halves(minibatch, size, generator=generator)
         sampled = self.draw_for(minibatch, size, generator=generator)
         return whole(sampled) if size == self.n_classes else cut_in_two(sampled, self.n_classes - 1, generator)
 
 
 class _Frequency(ClassSampler):
-    """q_k = (1 - u) n_k^power / sum n^power + u / K: one table of K cumulative sums, float64, no 2^24 limit.
+    """q_k = (1 - u) n_k^power / sum n^power + u / K: one table of K cumulative sums, float64, K not limited to 2^24.
 
-    - `power`: 1 is the class frequency, 0 uniform; 0.75 is word2vec's habit;
-    - `uniform_share`: u, the share of the draws that goes to all classes alike, which bounds the weights
-      by K / u and reaches the classes never seen.
+    - `power`: 1 is the class frequency, 0 uniform; word2vec uses 0.75;
+    - `uniform_share`: u, the share of a uniform distribution over all classes, which bounds the weights
+      by K / u and includes unseen classes.
     """
 
     q: np.ndarray  # (K,)
@@ -103,15 +103,15 @@ class _Frequency(ClassSampler):
         return bound
 
     def size(self, n_sampled_classes: int) -> int:
-        return n_sampled_classes  # with replacement: any number of draws makes sense
+        return n_sampled_classes  # with replacement: any number of draws
 
     def _lookup(self, v: Tensor) -> Tensor:
-        """The class whose stretch of [0, total) holds v; rounding at the very end stays inside."""
+        """The class whose interval of [0, total) contains v; clipped at the end, for rounding."""
         return torch.searchsorted(self.cumulative, v, right=True).clamp_max_(self.n_classes - 1)
 
 
 class FrequencyPerRow(_Frequency):
-    """Each row draws from q renormalised over the others: y's stretch of the table is stepped over."""
+    """Each row draws from q renormalised over the others: y's interval of the table is skipped."""
 
     name: ClassVar[str] = "frequency"
 
@@ -123,7 +123,7 @@ class FrequencyPerRow(_Frequency):
         beyond = v >= lower
         v = torch.where(beyond, torch.maximum(v + (upper - lower), upper), v)
         classes = self._lookup(v)
-        # The last class's stretch can be stepped over too; then rounding could only reach back to it.
+        # If the last class is the label, rounding at the end could only select it again.
         classes = torch.where(classes == labels[:, None], torch.where(labels > 0, labels - 1, 1)[:, None], classes)
         log_rest = torch.log1p(-self.log_q[labels].exp())[:, None]
         log_weight = log_rest - self.log_q[classes] - math.log(size)
@@ -151,12 +151,12 @@ class FrequencyShared(_Frequency):
 
 
 class HeadAndTail(_Frequency):
-    """The most frequent classes in every S, for certain; of the others one from each stratum into which q is cut.
+    """The most frequent classes in every S; of the others one from each stratum of q.
 
-    The head are the classes that |S| draws from q would meet at least once on average, weight 1. Their mass is then out
-    of the way, so that the rule is applied again to what is left: pi_k = min(1, lambda q_k) with sum |S|. A tail class
-    is drawn |tail of S| q_k / rest times on average, and weighs one over that. Strata never do worse than independent
-    draws from the same q.
+    The head, with weight 1, are the classes that |S| draws from q would contain at least once on average; without their
+    mass the rule applies again to the others: pi_k = min(1, lambda q_k) with sum |S|. A tail class is drawn
+    |tail of S| q_k / (mass of the tail) times on average; its weight is the inverse. The variance with strata is never
+    larger than that of independent draws from the same q.
     """
 
     name: ClassVar[str] = "head-tail-shared"
@@ -174,7 +174,7 @@ class HeadAndTail(_Frequency):
         return min(n_sampled_classes, self.n_classes)
 
     def head(self, size: int) -> Tensor:
-        """The classes that are certain where |S| = size, ascending; O(size), and looked for once."""
+        """The head for |S| = size, ascending; computed once, in O(size)."""
         if size not in self._head_of:
             self._head_of[size] = torch.from_numpy(certain_classes(self.q, size, self._ranked))
         return self._head_of[size]
@@ -187,7 +187,7 @@ class HeadAndTail(_Frequency):
         return self._with_head(head, minibatch.labels, size, generator, dtype)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
-        """The head is in both; of the tail each half has strata of its own, twice as wide."""
+        """The head is in both halves; each half has its own strata of the tail, twice as wide."""
         head, dtype = self.head_for(minibatch, size), minibatch.parameters.weight.dtype
         n = size - len(head)
         if not n:
@@ -201,37 +201,38 @@ class HeadAndTail(_Frequency):
         return in_halves(classes, mask, a, b)._replace(label_mask=mask)
 
     def head_for(self, minibatch: Minibatch, size: int) -> Tensor:
-        """The classes that are certain for this minibatch, ascending."""
+        """The head of this minibatch, ascending."""
         return self.head(size)
 
     def _with_head(
         self, head: Tensor, labels: Tensor, size: int, generator: torch.Generator, dtype: torch.dtype
     ) -> Sampled:
-        """These classes (ascending) with weight 1, the rest of S from the strata outside them."""
+        """These classes (ascending) with weight 1, the others of S from the strata of the tail."""
         tail, of_tail = self._tail(head, size - len(head), generator, dtype)
         classes, log_weight = torch.cat([head, tail]), torch.cat([torch.zeros(len(head), dtype=dtype), of_tail])
-        # A tail class that lies across the end of a stratum can be met from both sides.
+        # A tail class that spans the end of a stratum can be drawn from both strata.
         mask = labels[:, None] == classes
         return Sampled(classes, log_weight, mask, distinct=len(tail) <= 1, label_mask=mask)
 
     def _tail(self, head: Tensor, n: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """n classes outside the head, one of each stratum, and their log weights."""
+        """n classes of the tail, one of each stratum, and their log weights."""
         if not n:
             return head.new_zeros(0), torch.zeros(0, dtype=dtype)
         tail, rest = self._outside(head, torch.rand(n, dtype=torch.float64, generator=generator))
         return tail, (math.log(rest / n) - self.log_q[tail]).to(dtype)
 
     def _outside(self, head: Tensor, u: Tensor) -> tuple[Tensor, float]:
-        """One class for each of the len(u) equal strata of q outside the head, at the share u of it, and q's mass.
+        """One class for each of the len(u) equal strata of q outside the head, at position u in it, and the tail's
+        mass.
 
-        The table of cumulative sums is made for all classes; a head class's stretch is stepped over, in O(log K).
+        The table of cumulative sums has all classes; intervals of head classes are skipped, in O(log K).
         """
         below = torch.where(head > 0, self.cumulative[(head - 1).clamp_min(0)], 0.0)
         removed = torch.cumsum(torch.cat([below.new_zeros(1), self.cumulative[head] - below]), 0)
         rest = float(self.cumulative[-1] - removed[-1])
         at = (torch.arange(len(u)) + u) * (rest / len(u))
         classes = self._lookup(at + removed[torch.searchsorted(below - removed[:-1], at, right=True)])
-        for i in torch.isin(classes, head).nonzero()[:, 0].tolist():  # by rounding, at the end of a stretch
+        for i in torch.isin(classes, head).nonzero()[:, 0].tolist():  # by rounding, at the end of an interval
             classes[i] = self._next_outside(head, int(classes[i]))
         return classes, rest
 

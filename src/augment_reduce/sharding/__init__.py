@@ -1,4 +1,4 @@
-"""Classes on several processes: who has which class (`layout.py`), and what processes tell each other (`group.py`).
+"""Classes sharded over processes: the layout (`layout.py`) and the collectives (`group.py`).
 
 The bound is a sum over classes, so each process sums over its own classes and the sums of all are added up: two or
 three numbers a row, whatever K, D and |S| are. The heads of `nn/` and the estimator's steps both use these modules;

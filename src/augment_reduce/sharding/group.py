@@ -1,4 +1,4 @@
-"""The collectives of a sharded step, with what they send counted, and errors that reach every rank.
+"""The collectives of a sharded step, with counters of the bytes sent, and errors raised on every rank.
 
 A rank that raises while others wait for it would leave them waiting until a time limit. So what can go wrong on one
 rank alone (its rows, its files) is told to all before the first collective of a step (`raise_together`): all ranks
@@ -30,8 +30,8 @@ from torch import Tensor
 reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )  # its name before torch 2.13
-REPORT_SECONDS = 2.0  # how long ranks whose collective failed wait for each other's word
-REPORT_SECONDS_OF_TWO = 0.3  # of two ranks: nobody is told by a third, and launchers soon end those that are left
+REPORT_SECONDS = 2.0  # how long ranks whose collective failed wait for each other's report
+REPORT_SECONDS_OF_TWO = 0.3  # of two ranks: there is no third to report, and launchers soon end the other
 
 
 KEPT, KEPT_BYTES = 4, 1 << 20  # collectives whose tensors are kept, and their size at most
@@ -39,7 +39,7 @@ LAST_WAIT, LAST_RELEASE = 5.0, 0.5  # seconds, at most, for sums under way at th
 
 
 class RankError(RuntimeError):
-    """Something went wrong on another rank, or ranks do not agree."""
+    """An error on another rank, or different arguments on the ranks."""
 
 
 class RankStopped(RankError):
@@ -49,8 +49,8 @@ class RankStopped(RankError):
 class Ranks:
     """A process group, or one process alone (`group` None and no default group, or a group of one).
 
-    `bytes_sent` counts what this rank's collectives put on the wire, as a ring sends it; `payload` the bytes of the
-    tensors themselves; `rounds` the collectives.
+    `bytes_sent` counts the bytes that this rank's collectives send, as ring algorithms; `payload` the bytes of the
+    tensors; `rounds` the collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -62,7 +62,7 @@ class Ranks:
 
     @staticmethod
     def of(group: Any) -> Ranks:
-        """Of a ProcessGroup, a one-dimensional DeviceMesh, or None (one process)."""
+        """The ranks of a ProcessGroup, a one-dimensional DeviceMesh, or None (one process)."""
         if group is None:
             return Ranks(None)
         if not dist.is_available() or not dist.is_initialized():
@@ -90,7 +90,7 @@ class Ranks:
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("A process group belongs to its processes and cannot be pickled. Save a state dict instead.")
 
-    # ---- collectives: each the same on every rank, in the same order ----
+    # ---- collectives: called by every rank, in the same order ----
 
     def sum_(self, values: Tensor, what: str = "a sum") -> Tensor:
         """The sum over ranks, in place; bit-equal on every rank."""
@@ -102,7 +102,7 @@ class Ranks:
         return values
 
     def start_sum(self, values: Tensor, what: str = "a sum") -> PendingSum:
-        """`sum_` that does not wait: `.wait()` gives the sum."""
+        """Asynchronous `sum_`: `.wait()` returns the sum."""
         if self.size == 1:
             return PendingSum(self, values, None, what)
         self._count(values, 2 * (self.size - 1) / self.size)
@@ -131,14 +131,14 @@ class Ranks:
         return torch.stack(out)
 
     def gather_rows(self, values: Tensor, sizes: list[int], what: str = "rows") -> Tensor:
-        """The rows of all ranks, one rank's after the other's; `sizes` says how many each has."""
+        """The rows of all ranks, concatenated by rank; `sizes` has the number of each."""
         if self.size == 1:
             return values
         every = self.gather(_padded(values, max(sizes)), what)
         return torch.cat([part[:n] for part, n in zip(every, sizes, strict=True)])
 
     def scatter_sum(self, values: Tensor, sizes: list[int], what: str = "gradients") -> Tensor:
-        """Of rows as `gather_rows` laid them out, the sum over ranks of this rank's own rows."""
+        """Reduce-scatter: the sum over ranks of this rank's rows, in the order of `gather_rows`."""
         if self.size == 1:
             return values
         width = max(sizes)
@@ -178,7 +178,7 @@ class Ranks:
         self.sum_(torch.zeros(1, device=self.device()), what)
 
     def device(self) -> torch.device:
-        """Where the tensors of collectives have to live."""
+        """The device required for tensors of collectives."""
         backend = dist.get_backend(self.group) if self.group is not None else "gloo"
         return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
@@ -190,7 +190,7 @@ class Ranks:
     # ---- agreement ----
 
     def agree(self, facts: dict[str, Any], what: str) -> None:
-        """RankError on every rank, with each one's value, unless all have the same facts (of JSON's types)."""
+        """RankError on every rank, with the value of each, unless `facts` (of JSON's types) are equal."""
         every = [json.loads(text) for text in self.gather_text(json.dumps(facts, sort_keys=True), what)]
         differing = sorted({name for one in every for name in {*every[0], *one} if one.get(name) != every[0].get(name)})
         if differing:
@@ -202,7 +202,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agree_on_errors(self, what: str) -> Iterator[None]:
-        """Runs the body; if it raised on any rank, all ranks raise. One small collective. No collective inside."""
+        """Run the body; if it raises on any rank, all ranks raise. One small collective; the body must not have any."""
         error: Exception | None = None
         try:
             yield
@@ -244,7 +244,7 @@ class Ranks:
             ) from error
 
     def _missing(self) -> list[int]:
-        """The ranks that do not report a failed collective as well, as far as the store can tell."""
+        """The ranks that do not report the failed collective through the store."""
         self._failures += 1
         with contextlib.suppress(Exception):
             store = dist.distributed_c10d._get_default_store()
@@ -261,7 +261,7 @@ class Ranks:
 
 
 class PendingSum:
-    """An all-reduce under way."""
+    """A pending all-reduce."""
 
     def __init__(self, ranks: Ranks, values: Tensor, work: Any, what: str) -> None:
         self.ranks, self.values, self.work, self.what = ranks, values, work, what

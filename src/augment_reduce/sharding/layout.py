@@ -1,8 +1,8 @@
-"""Which process has which class: class k is row k // R of rank k mod R, of R ranks.
+"""The layout of classes: class k is row k // R of rank k mod R, of R ranks.
 
-Neighbouring ids go to different ranks, so that ids that fall by frequency (tokens, sorted labels) give every rank the
-same share of the mass. Nothing is stored: where a class lives follows from its number. Draws do not depend on the
-layout: every rank draws the classes of all and keeps its own, so that R ranks draw what one process draws.
+Adjacent ids are on different ranks, so that with ids sorted by frequency (tokens, labels) every rank has about the same
+share of the mass. No table is stored. Draws do not depend on the layout: every rank draws for all classes and keeps its
+own, so that R ranks have the draws of one process.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class ClassShard:
             )
 
     def __len__(self) -> int:
-        """How many classes are here."""
+        """The number of classes of this rank."""
         return (self.n_classes - self.rank + self.n_ranks - 1) // self.n_ranks
 
     def owner(self, classes: Ids) -> Ids:
         return classes % self.n_ranks
 
     def is_own(self, classes: Ids) -> Ids:
-        """True for the classes that are here."""
+        """True for the classes of this rank."""
         return classes % self.n_ranks == self.rank
 
     def row(self, classes: Ids) -> Ids:
-        """The row of each class on the rank that has it."""
+        """The row of each class on its rank."""
         return classes // self.n_ranks
 
     def classes(self, rows: Ids) -> Ids:
-        """The classes of these rows here."""
+        """The classes of these rows of this rank."""
         return rows * self.n_ranks + self.rank
 
     def own_rows(self, classes: Tensor) -> Tensor:
-        """The rows of classes that are here; of others `len(self)`, which is no row."""
+        """The rows of this rank's classes; `len(self)`, which is no row, for others."""
         return (classes // self.n_ranks).masked_fill(classes % self.n_ranks != self.rank, len(self))
 
     def of(self, every: Ids) -> Ids:
-        """This rank's part of an array with one entry (row) a class."""
+        """This rank's part of an array with one entry (or row) a class."""
         return every[self.rank :: self.n_ranks]  # type: ignore[index]

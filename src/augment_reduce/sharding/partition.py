@@ -1,4 +1,4 @@
-"""The classes of a model, of which this process has some: the shard, and the ranks that have the rest."""
+"""The shard of this process, and the ranks that have the other classes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ NUMBERS_AT_ONCE = 1 << 24  # gathered to be written to a file
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """`late`: whether q may learn from the sums of the step before, so that no step waits for its own."""
+    """`late`: whether the sums of a step are used in the next one, so that no step waits for them."""
 
     ranks: Ranks
     shard: ClassShard
     late: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
-        return self  # a process group cannot be copied, and copies of a fit are of the same ranks
+        return self  # a process group cannot be copied, and copies of a fit have the same ranks
 
     @property
     def sizes(self) -> list[int]:
-        """How many classes each rank has."""
+        """The number of classes of each rank."""
         shard = self.shard
         return [len(ClassShard(shard.n_classes, rank, shard.n_ranks)) for rank in range(shard.n_ranks)]
 
     def any(self, here: bool, what: str = "a decision") -> bool:
-        """Whether it is so on any rank, on every rank."""
+        """Logical or of `here` over ranks, on every rank."""
         return bool(self.ranks.max_(torch.tensor([float(here)]), what))
 
     def own(self, every: Tensor) -> Tensor:
-        """This rank's part of a tensor with one row a class, in memory of its own."""
+        """A copy of this rank's part of a tensor with one row a class."""
         return self.shard.of(every).clone(memory_format=torch.contiguous_format)
 
     def whole(self, own: Tensor, what: str = "the weights of all classes") -> Tensor:
@@ -48,7 +48,8 @@ class Partition:
         return self.ranks.gather(own.contiguous(), what).transpose(0, 1).flatten(0, 1)[:K].contiguous()
 
     def whole_on_first(self, own: Tensor) -> Tensor:
-        """As `whole`, on the first rank; elsewhere empty. Some rows at a time: no other rank has room for all."""
+        """As `whole`, on the first rank; elsewhere empty. By blocks of rows, since other ranks need not have memory for
+        all."""
         shard, width = self.shard, own[:1].numel()
         first, step = shard.rank == 0, max(1, NUMBERS_AT_ONCE // max(1, width * shard.n_ranks))
         out = own.new_empty(shard.n_classes if first else 0, *own.shape[1:])

@@ -1,4 +1,4 @@
-"""Whether scores are finite, and the error of those that are not."""
+"""Check that scores are finite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def all_finite(psi: Tensor) -> bool:
-    """One pass: a sum is finite only if every term is; a sum of finite numbers that overflows is looked at again."""
+    """One pass: a finite sum has finite terms only; if the sum is not finite, check every term."""
     return math.isfinite(psi.sum()) or bool(torch.isfinite(psi).all())
 
 
 def check_finite(*scores: Tensor) -> None:
-    """FloatingPointError that says what to do about weights that ran away."""
+    """FloatingPointError with advice if scores have diverged."""
     if not all(all_finite(psi) for psi in scores):
         raise FloatingPointError(
             "The scores stopped being finite: the weights have diverged. Lower learning_rate, scale the features to "

@@ -1,4 +1,4 @@
-"""Layouts of stored arrays: dtype, shape, range. Whatever stores arrays in a model file declares them in a table.
+"""Layouts of stored arrays: dtype, shape, range. Classes that store arrays in a model file declare them in a table.
 
     {"log_eta": Entry("weights", ("N",)), "visits": Entry("int32", ("N",), 0, MOST_VISITS)}
 

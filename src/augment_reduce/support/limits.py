@@ -16,11 +16,11 @@ from pathlib import Path
 from ..kernels.threads import get_num_threads
 
 UNLIMITED = 1 << 60  # version 1 says "no limit" with a number a little below 2^63
-# Compiling, loading libraries and starting threads take memory and address space of their own. Where the latter is
-# short these end the process instead of raising an error, so that much has to be left. Measured: docs/running.md.
+# Compiling, loading libraries and starting threads need additional memory and address space. Without enough address
+# space these abort the process instead of raising an error, so this much has to remain. Measured: docs/running.md.
 ADDRESS_SPACE, OF_A_THREAD = 500 << 20, 72 << 20  # per thread: a stack, and what malloc reserves
-WHEN_LOADED = 200 << 20  # instead of both, after a first complete fit or prediction: perhaps more kernels
-OVERHEAD = 350 << 20  # memory: counted where a fit is larger than that, so that small ones run anywhere
+WHEN_LOADED = 200 << 20  # instead of both, after a first complete fit or prediction: for more kernels
+OVERHEAD = 350 << 20  # memory: added for fits larger than this, so that small ones run anywhere
 
 
 _loaded = False
@@ -68,7 +68,7 @@ def memory_errors(what: str, needed: int, *, loads: bool = False) -> Iterator[No
 
 
 def is_about_memory(error: BaseException) -> bool:
-    """numpy's MemoryError, torch's RuntimeError, the system's OSError; and threads whose stacks have no room."""
+    """Whether it is numpy's MemoryError, torch's RuntimeError, the system's OSError, or a failure to start a thread."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):

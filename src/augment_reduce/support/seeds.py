@@ -1,7 +1,7 @@
-"""Where randomness comes from: every step has a seed of its own, made of the fit's seed and the iteration.
+"""Random seeds: the seed of a step is a function of the fit's seed and the iteration.
 
-So training that stops at any iteration and goes on later, from a file say, is bit for bit training that never stopped,
-and no generator state needs keeping.
+So training that is interrupted at any iteration and resumed, for example from a file, is bit for bit uninterrupted
+training, and no generator state is stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mix(seed: int, stream: int, count: int) -> int:
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """One number of the generator, from which many follow."""
+    """A seed from one number of the generator."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 

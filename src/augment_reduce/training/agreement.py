@@ -1,7 +1,7 @@
-"""What the ranks of a fit have to agree on before its first step: settings, data, classes, seed.
+"""Checks before the first step that the ranks of a fit have the same settings, data, classes and seed.
 
-Ranks that differ would not fail, they would train nonsense: sums over classes of different rows, or drawn by different
-seeds. So all of it is compared once, as short hashes, and what differs is named on every rank.
+Ranks that differ would not fail, but train on sums over classes of different rows or different draws. So short hashes
+are compared once, and differences are named on every rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..sharding import RankError, Ranks
 from .fit import TrainingRows
 
 AT_ONCE = 1 << 20  # numbers
-OF_EACH_RANK = ("process_group", "n_jobs", "verbose", "device", "random_state")  # the seed is compared by itself
+OF_EACH_RANK = ("process_group", "n_jobs", "verbose", "device", "random_state")  # the seed is compared separately
 
 
 def facts_of_fit(parameters: Mapping[str, Any], rows: TrainingRows, classes: np.ndarray) -> dict[str, Any]:
-    """What must be the same everywhere, for `Ranks.agree`."""
+    """The values that must be equal on all ranks, for `Ranks.agree`."""
     return {
         "version": __version__,
         "the number of classes K": len(classes),
@@ -39,7 +39,7 @@ def facts_of_fit(parameters: Mapping[str, Any], rows: TrainingRows, classes: np.
 
 
 def common_seed(ranks: Ranks, seed: int) -> int:
-    """The first rank's, where nobody has set one."""
+    """The first rank's seed, if none is set."""
     return int(ranks.gather(torch.tensor([seed]), "the seed")[0, 0])
 
 
@@ -64,7 +64,7 @@ def digest(*arrays: np.ndarray) -> str:
             found.update("\0".join(f"{type(each).__name__} {each!r}" for each in array.ravel()).encode())
         else:
             flat = np.ascontiguousarray(array).reshape(-1)
-            for first in range(0, len(flat), AT_ONCE):  # it may be a file larger than memory
+            for first in range(0, len(flat), AT_ONCE):  # may be a file larger than memory
                 found.update(flat[first : first + AT_ONCE].tobytes())
     return found.hexdigest()
 
@@ -76,7 +76,7 @@ def seed_as_text(random_state: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """An object of a class that does not say its settings is known by its type and attributes alone."""
+    """repr(value); for objects whose repr has only their address, type and attributes instead."""
     if type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value):
         return repr(value)
     return f"{type(value).__qualname__}({', '.join(f'{k}={v!r}' for k, v in sorted(vars(value).items()))})"

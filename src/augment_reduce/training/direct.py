@@ -4,7 +4,7 @@
 
 The problem is convex. `Basis` rotates the features to the eigenvectors of X'X, where the Hessian is nearly diagonal:
 class k's is about p_k (1 - p_k) lambda_r + 1 / v. With that as the initial metric of L-BFGS about twenty evaluations
-suffice, whatever the scales and the correlations of the columns. Matrix products are torch's, in one thread, so that
+suffice, for any scales and correlations of the columns. Matrix products are torch's, in one thread, so that
 results do not depend on the number of threads.
 """
 
@@ -27,7 +27,7 @@ from ..model.noise import Noise
 
 MEMORY = 12  # pairs (step, change of the gradient) that L-BFGS keeps
 MOST_ITERATIONS = 1000
-PRECISE = 1e-12  # predicted gain of the next step per row, below which the optimum is reached
+PRECISE = 1e-12  # convergence: predicted gain of the next step per row
 SMALLEST = 1e-8  # of curvatures
 
 
@@ -103,7 +103,7 @@ class Objective:
     fit_intercept: bool = True
     curvature: Tensor = field(init=False)  # (K,) sum_n weight_n p_nk (1 - p_nk), about
     log_p_and_grad: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = field(init=False)
-    minus_log_likelihood: float = 0.0  # where it was evaluated last
+    minus_log_likelihood: float = 0.0  # at the last evaluation
 
     def __post_init__(self) -> None:
         if self.noise.conjugate:
@@ -191,7 +191,7 @@ def solve(
         if stop_asked():
             break
         moved = _line_search(objective, W, b, value, step_W, step_b, slope)
-        if moved is None:  # to the last digit
+        if moved is None:  # converged to rounding
             converged = slope < 1e-6 * total
             break
         new_W, new_b, value, new_grad_W, new_grad_b = moved

@@ -18,7 +18,7 @@ from .fit import Fitted, TrainingRows, count, threads
 from .loop import HISTORY, Stopwatch
 from .progress import TrainingProgress
 
-SEARCHED = {"softmax": 1e-9}  # precision after a search for the prior: more makes no difference
+SEARCHED = {"softmax": 1e-9}  # precision after a search for the prior
 SEARCHED_OTHERS = 1e-7
 
 
@@ -26,7 +26,7 @@ def run(
     fitted: Fitted, settings: Settings, rows: TrainingRows, options: dict[str, Any], stop_asked: Callable[[], bool],
     watch: Stopwatch,
 ) -> None:  # fmt: skip
-    """The optimum, always from the same start: an interrupted or continued fit starts again."""
+    """The optimum, always from the same initial value: an interrupted or continued fit starts again."""
     active = rows.active()
     if not fitted.rows_seen:
         count(fitted, settings, rows, active)
@@ -79,7 +79,7 @@ def _keep(fitted: Fitted, basis: Basis, solution: Solution, watch: Stopwatch) ->
     """Store weights, centred over classes, which changes no probability."""
     weight, bias = basis.outer(solution.weight, solution.bias)
     weight, bias = weight - weight.mean(0), bias - bias.mean()
-    if fitted.partition is not None:  # every rank has found the whole optimum, and keeps its part
+    if fitted.partition is not None:  # every rank has computed the whole optimum, and keeps its part
         weight, bias = fitted.partition.own(weight), fitted.partition.own(bias)
     fitted.parameters.weight.copy_(weight)
     fitted.parameters.bias.copy_(bias)

@@ -1,10 +1,9 @@
-"""Training in a thread of its own, so that what interrupts the caller falls between two steps, not into one.
+"""Training in a separate thread, so that an exception in the caller's thread does not interrupt a step.
 
-An exception may reach the caller's thread at any moment: Ctrl-C, a SIGTERM handler that raises, a tool that stops a
-notebook's cell. There, it finds the caller waiting. The training thread is asked to stop, ends its call of steps, and
-leaves a model that goes on exactly; then the caller gets its exception. Whoever insists (another exception, INSIST
-seconds later or more) has it raised in the training thread, too, wherever that is: a model that was left in the middle
-of a step is marked (`Fitted.torn`).
+An exception may be raised in the caller's thread at any time: Ctrl-C, a SIGTERM handler that raises, a notebook's stop
+button. The caller is then waiting for the training thread, requests a stop, and raises after the current call of steps
+has ended; the model can be resumed exactly. A second exception, at least FORCE_AFTER seconds later, is raised in the
+training thread immediately: a model that was interrupted within a step is marked (`Fitted.torn`).
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ import torch
 from ..kernels.threads import get_num_threads, num_threads
 from ..sharding import Partition
 
-INSIST = 1.0  # seconds after an exception from which another one is not just impatience
-COMPARED = 64  # steps, after which ranks tell each other whether one was asked to stop
-LOOK_UP = 0.05  # seconds between looks for exceptions that no signal tells of
+FORCE_AFTER = 1.0  # seconds after an exception before another one is raised in the training thread
+COMPARED = 64  # steps between exchanges of stop requests over ranks
+POLL_SECONDS = 0.05  # seconds between polls for exceptions without a signal
 
 StopAsked = Callable[[], bool]
 
 
 class Job:
-    """A function of `StopAsked`, to be run once on another thread."""
+    """A function of `StopAsked`, run once in another thread."""
 
     def __init__(self, work: Callable[[StopAsked], None]) -> None:
         self.work: Callable[[StopAsked], None] | None = work
@@ -46,7 +45,8 @@ class Job:
         self.ended.acquire()
 
     def claim(self) -> bool:
-        """For who gets it first: the thread that runs it, or the caller who gives it up before it has begun."""
+        """True for the first caller: the thread that runs the job, or the caller that cancels it before it has
+        started."""
         return self.claimed.acquire(blocking=False)
 
     def run(self) -> None:
@@ -54,7 +54,7 @@ class Job:
             return
         self.thread = threading.get_ident()
         try:
-            torch.set_num_threads(self.torch_threads)  # as in the caller's thread, not as when this one began
+            torch.set_num_threads(self.torch_threads)  # as in the caller's thread, not as when this one was started
             with num_threads(self.n_threads):
                 self.context.run(self._work)
         except BaseException as error:
@@ -63,7 +63,7 @@ class Job:
             try:
                 with self.lock:
                     self.abortable = False
-                for _ in range(100):  # one that has been asked for is raised here, not when the thread is used again
+                for _ in range(100):  # a pending exception is raised here, not in the next job
                     pass
             except BaseException as error:
                 self.error = self.error or error
@@ -71,16 +71,16 @@ class Job:
         self.ended.release()
 
     def _work(self) -> None:
-        work, self.work = self.work, None  # when it has ended nobody holds the data any more
+        work, self.work = self.work, None  # release the data when it has ended
         assert work is not None
         work(lambda: self.stop)
 
     def wait(self) -> None:
-        """Until it is done. Not by Thread.join, which an exception can leave believing that the thread has ended."""
+        """Wait until it is done. Not by Thread.join, which an exception can leave in a wrong state."""
         while not self.done:
             if os.getpid() != self.process:
                 raise RuntimeError("The thread that waits for this fit forked; the fit goes on in the parent process.")
-            self.ended.acquire(timeout=LOOK_UP)  # what it has acquired may be lost on the way; `done` is not
+            self.ended.acquire(timeout=POLL_SECONDS)  # an exception may lose the acquired lock, but not `done`
 
     def abort(self, kind: type[BaseException]) -> None:
         with self.lock:
@@ -89,22 +89,22 @@ class Job:
 
 
 def raise_in(thread: int, kind: type[BaseException]) -> None:
-    """An exception in another thread, as soon as it runs Python. (To withdraw one, by NULL, would slow the interpreter
-    down for good: Python 3.11 goes on looking for it.)"""
+    """Raise an exception in another thread, as soon as it runs Python code. (Cancelling one, by NULL, would slow down
+    the interpreter permanently: Python 3.11 keeps checking for it.)"""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 class Worker:
-    """A thread that runs one job after the other; kept, since the kernels' scratch memory belongs to a thread."""
+    """A thread that runs jobs sequentially; reused, since the kernels' scratch buffers are per thread."""
 
     idle: list[Worker] = []  # noqa: RUF012 (of the class)
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Job] = SimpleQueue()
-        self.thread = threading.Thread(target=self._attend, name="augment-reduce-training", daemon=True)
+        self.thread = threading.Thread(target=self._run_jobs, name="augment-reduce-training", daemon=True)
         self.thread.start()
 
-    def _attend(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             job = self.inbox.get()
             job.run()
@@ -123,7 +123,7 @@ if hasattr(os, "register_at_fork"):  # threads do not survive a fork
 
 
 def asked_anywhere(stop_asked: StopAsked, partition: Partition) -> StopAsked:
-    """Whether any rank was asked to stop, the same on all: they compare every COMPARED calls."""
+    """Whether a stop was requested on any rank, the same on all; exchanged every COMPARED calls."""
     calls, stopped = itertools.count(1), False
 
     def asked() -> bool:
@@ -136,7 +136,7 @@ def asked_anywhere(stop_asked: StopAsked, partition: Partition) -> StopAsked:
 
 
 def run_whole(work: Callable[[StopAsked], None]) -> None:
-    """work(stop_asked) on another thread. An exception in this one asks it to stop, and is raised when it has."""
+    """Run work(stop_asked) in another thread. An exception in this thread requests a stop, and is raised afterwards."""
     job = Job(work)
     try:
         Worker.any().inbox.put(job)
@@ -151,13 +151,13 @@ def run_whole(work: Callable[[StopAsked], None]) -> None:
 
 
 def _wait_for_the_end(job: Job) -> None:
-    """However many exceptions come; those that insist are passed on."""
+    """Wait regardless of further exceptions; those after FORCE_AFTER seconds are raised in the training thread."""
     since = time.monotonic()
     while True:
         try:
             return job.wait()
         except BaseException as again:
             job.stop = True
-            if time.monotonic() - since >= INSIST:
+            if time.monotonic() - since >= FORCE_AFTER:
                 since = time.monotonic()
                 job.abort(type(again))

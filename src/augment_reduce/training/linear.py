@@ -51,7 +51,7 @@ class LinearScores:
         self.every = torch.arange(len(bias))
         if scaling is not None and isinstance(self.rows, SparseRows):
             self.rows = scaling.apply(self.rows, self.rows.dtype)
-            if scaling.centre.any():  # sparse rows stay sparse: the contribution of their zeros goes to the biases
+            if scaling.centre.any():  # sparse rows stay sparse: the contribution of their zeros is added to the biases
                 self.bias = bias.double() - self._of_centres(scaling)
 
     @classmethod
@@ -82,7 +82,7 @@ class LinearScores:
         return here if self.partition is None else self.partition.any(here, "whether scores are finite")
 
     def _largest(self, numbers: np.ndarray) -> np.ndarray:
-        """Of each the largest that a rank has."""
+        """The elementwise maximum over ranks."""
         if self.partition is None:
             return numbers
         found = self.partition.ranks.max_(torch.from_numpy(numbers.astype(np.float64)), "the largest scores")
@@ -103,7 +103,7 @@ class LinearScores:
 
     def _product(self, start: int, stop: int) -> Tensor:
         rows, X = np.arange(start, stop), self.rows
-        with np.errstate(over="ignore", invalid="ignore"):  # which is looked for afterwards
+        with np.errstate(over="ignore", invalid="ignore"):  # checked afterwards
             if self.scaling is not None and isinstance(X, DenseRows):
                 X, rows = DenseRows(self._block(rows).astype(X.values.dtype)), np.arange(stop - start)
             if self.transposed is None:
@@ -145,7 +145,7 @@ class LinearScores:
         return np.ldexp(scaled * self.factor, power[:, None])
 
     def _weights(self, features: np.ndarray) -> Iterator[np.ndarray]:
-        """The columns of these features in float64, some classes at a time."""
+        """The columns of these features in float64, by blocks of classes."""
         step = max(1, NUMBERS_AT_ONCE // max(1, len(features)))
         for first in range(0, len(self.every), step):
             block = self.weight[first : first + step][:, features]
@@ -153,8 +153,8 @@ class LinearScores:
 
 
 def published(fitted: Fitted) -> tuple[Any, np.ndarray]:
-    """coef_ and intercept_ as scikit-learn has them, of X in its own units; with a preset the weights themselves, not
-    a copy."""
+    """coef_ and intercept_ in scikit-learn's format, in the units of X; with a preset the weights themselves, not a
+    copy."""
     weight = fitted.parameters.weight.numpy() if fitted.sparse_weight is None else fitted.sparse_weight
     bias = fitted.parameters.bias.numpy()
     if fitted.scaling is not None or fitted.factor != 1.0:
@@ -171,7 +171,7 @@ def published(fitted: Fitted) -> tuple[Any, np.ndarray]:
 
 
 def check_same_ranks(fitted: Fitted, partition: Partition | None) -> None:
-    """A model goes on where it is: its rows are on the ranks that it was trained on."""
+    """ValueError unless a model continues on the ranks that it was trained on."""
     before = fitted.partition
     was, found = ("one process" if each is None else repr(each.ranks) for each in (before, partition))
     if was != found or (before is not None and partition is not None and before.shard != partition.shard):
@@ -182,13 +182,13 @@ def check_same_ranks(fitted: Fitted, partition: Partition | None) -> None:
 
 
 def is_one_row(fitted: Fitted) -> bool:
-    """Whether two classes are shown as their difference: not where each is on another process."""
+    """Whether two classes are published as their difference: not if they are on different processes."""
     return fitted.n_classes == 2 and fitted.partition is None
 
 
 def mean_over_classes(fitted: Fitted) -> tuple[np.ndarray, float] | None:
-    """Of the weights of training (D,) and the biases, over the classes of all ranks: found while all of them are here,
-    so that a rank alone may read its `coef_`. None for one process, which has all classes."""
+    """Mean of the weights of training (D,) and of the biases over the classes of all ranks: computed in a collective
+    call, so that reading `coef_` is not collective. None for one process, which has all classes."""
     if fitted.partition is None:
         return None
     weight, bias = fitted.parameters.weight, fitted.parameters.bias
@@ -210,15 +210,15 @@ def own_units_of_mean(fitted: Fitted, weight: np.ndarray, bias: float) -> tuple[
 
 
 def is_centred(fitted: Fitted) -> bool:
-    """Whether coefficients and scores are shown with a mean of zero over the classes, which changes no probability: not
-    where somebody has written them, and not where zeros are to be kept."""
+    """Whether coefficients and scores are centred over the classes, which does not change probabilities: not if they
+    were assigned by the user, and not if zeros have to be kept."""
     known = fitted.partition is None or fitted.class_mean is not None
     return fitted.centred and fitted.sparse_weight is None and known
 
 
 def _of_own_units(fitted: Fitted, weight: Any, bias: np.ndarray) -> tuple[Any, np.ndarray]:
-    """Of X as it is, times the factor. Intercepts in float64 where columns were centred: far from zero they need more
-    digits than the weights."""
+    """Coefficients in the units of X, times the factor. Intercepts in float64 if columns were centred: they may need
+    more digits than the weights."""
     scaling = fitted.scaling or FeatureScaling.identity(weight.shape[1])
     bias = bias.astype(np.float64) if scaling.centre.any() else bias.copy()
     if sp.issparse(weight):
@@ -234,7 +234,7 @@ def _of_own_units(fitted: Fitted, weight: Any, bias: np.ndarray) -> tuple[Any, n
 
 
 def checked(fitted: Fitted, coef: Any, intercept: Any) -> tuple[Any, np.ndarray]:
-    """coef_ and intercept_ as somebody may have written or replaced them, in the dtypes they had."""
+    """coef_ and intercept_, possibly modified or replaced by the user, in their previous dtypes."""
     n_rows, n_features = len(fitted.parameters.bias), fitted.parameters.weight.shape[1]
     n_rows = 1 if is_one_row(fitted) else n_rows
     dtype = fitted.parameters.bias.numpy().dtype
@@ -256,7 +256,7 @@ def checked(fitted: Fitted, coef: Any, intercept: Any) -> tuple[Any, np.ndarray]
 
 
 def take_up(fitted: Fitted, coef: Any, intercept: Any) -> None:
-    """Let the model go on from coef_ and intercept_ where somebody has changed them."""
+    """Update the model from coef_ and intercept_ if the user has changed them."""
     coef, intercept = checked(fitted, coef, intercept)
     coef_now, intercept_now = published(fitted)
     if same(intercept, intercept_now) and same(coef, coef_now):
@@ -279,7 +279,7 @@ def take_up(fitted: Fitted, coef: Any, intercept: Any) -> None:
 
 
 def of_all_classes(numbers: Any) -> Any:
-    """The rows of both of two classes, whose difference is the one given; more are as they are."""
+    """For two classes, the rows of both from their difference; otherwise unchanged."""
     if numbers.shape[0] != 1:
         return numbers
     half = numbers / numbers.dtype.type(2)

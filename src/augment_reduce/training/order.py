@@ -1,9 +1,8 @@
-"""Which rows come when: an order for every epoch, from the seed and the epoch alone, so that it is the same whenever a
-fit goes on.
+"""The order of the rows in every epoch: a function of the seed and the epoch, so that a resumed fit has the same.
 
-Rows in memory are shuffled as a whole. Memory-mapped rows are shuffled by blocks, as a pass over a disk should be: the
-blocks of an epoch in random order, as many as fit a buffer at a time, and the rows of these shuffled among each other.
-Rows that fit one buffer come as they would in memory.
+Rows in memory are shuffled as a whole. Memory-mapped rows are shuffled by blocks, for sequential reads: the blocks of
+an epoch in random order, as many as fit a buffer at a time, and the rows of these shuffled together. Rows that fit one
+buffer have the order of rows in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ..kernels.cpu.order import deal, shuffle
 from ..kernels.rows import DenseRows, Rows
 from ..support.seeds import mix
 
-BLOCK_BYTES = 1 << 20  # of rows that follow one another in the file
+BLOCK_BYTES = 1 << 20  # of consecutive rows of the file
 BUFFER_BLOCKS, BUFFER_BATCHES = 64, 32  # of a buffer, at least
 
 
@@ -22,11 +21,11 @@ def epoch_order(
     seed: int, epoch: int, rows: np.ndarray, batch_size: int = 1, row_group: np.ndarray | None = None,
     out: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """The rows in the order that an epoch follows: which minibatch a row is in is random, but within it rows stand as
-    they do in `rows`, as a rule ascending: what belongs to them is read in one direction, and of two threads each has
-    its own part. Rows of the same number in `row_group`, one for each, come together. In `out`, where it is given.
+    """The rows in the order of an epoch: minibatches are random, but within one rows keep their order in `rows`,
+    usually ascending, so that memory is read sequentially and each of two threads has its own range. Rows with the same
+    number in `row_group` are in one minibatch. Written to `out`, if given.
 
-    Compiled: numpy's permutation takes three times as long, which shows in short steps, as new memory does.
+    Compiled: numpy's permutation takes three times as long, which matters in short steps, as do allocations.
     """
     order = np.empty_like(rows) if out is None else out
     if row_group is None:
@@ -36,13 +35,13 @@ def epoch_order(
     shuffle(mix(seed, 1, epoch), among)
     shuffle(mix(seed, 4, epoch), place)
     among = among[np.argsort(place[row_group[among]], kind="stable")]
-    first = mix(seed, 5, epoch) % len(rows)  # or large groups would seldom be the last ones
+    first = mix(seed, 5, epoch) % len(rows)  # otherwise large groups would rarely be last
     order[:] = rows[np.roll(among, first)]
     return order
 
 
 class Orders:
-    """Minibatches one after the other, each epoch in an order of its own."""
+    """Consecutive minibatches, with a new order in each epoch."""
 
     def __init__(self, seed: int, rows: np.ndarray, batch_size: int, row_group: np.ndarray | None) -> None:
         self.seed, self.rows, self.batch_size, self.row_group = seed, rows, batch_size, row_group
@@ -50,7 +49,7 @@ class Orders:
         self.epoch, self.order = -1, np.empty_like(rows)
 
     def minibatch(self, done: int) -> np.ndarray:
-        """The rows of the one after `done`."""
+        """The rows of the minibatch after `done` minibatches."""
         (epoch, slot), B = divmod(done, self.per_epoch), self.batch_size
         if epoch != self.epoch:
             epoch_order(self.seed, epoch, self.rows, B, self.row_group, self.order)
@@ -59,10 +58,10 @@ class Orders:
 
 
 class BlockOrders:
-    """As `Orders`, with the rows shuffled by blocks of `block_rows` and, `buffer_blocks` at a time, among each other.
+    """As `Orders`, with random blocks of `block_rows` rows and, in buffers of `buffer_blocks` blocks, shuffled rows.
 
-    Memory is that of a buffer's rows and a number a block. Every row comes once an epoch: the blocks stand one after
-    the other in the epoch's order of them, and this sequence is cut into buffers of whole minibatches.
+    Memory: a buffer's rows and one number a block. Every row occurs once an epoch: the blocks are concatenated in the
+    epoch's order, and this sequence is cut into buffers of whole minibatches.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class BlockOrders:
         self.blocks = self.ends = self.order = np.empty(0, np.int64)
 
     def minibatch(self, done: int) -> np.ndarray:
-        """The rows of the one after `done`."""
+        """The rows of the minibatch after `done` minibatches."""
         (epoch, slot), B = divmod(done, self.per_epoch), self.batch_size
         buffer, place = divmod(slot, self.per_buffer)
         if epoch != self.epoch:
@@ -87,7 +86,7 @@ class BlockOrders:
         return self.order[place * B : (place + 1) * B]
 
     def order_of_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks in the order of this epoch, and how many rows have come when each has ended."""
+        """The blocks in the order of this epoch, and the cumulative number of rows at the end of each."""
         blocks = np.arange(-(-len(self.rows) // self.block_rows))
         shuffle(mix(self.seed, 6, epoch), blocks)
         first = blocks * self.block_rows
@@ -102,7 +101,7 @@ class BlockOrders:
             before = self.ends[i - 1] if i else 0
             size, start = self.ends[i] - before, self.blocks[i] * self.block_rows
             pieces.append(np.arange(start + max(0, begin - before), start + min(size, end - before)))
-        places = np.sort(np.concatenate(pieces))  # the file is read in one direction
+        places = np.sort(np.concatenate(pieces))  # sequential reads
         row_group = None if self.row_group is None else np.unique(self.row_group[places], return_inverse=True)[1]
         return epoch_order(mix(self.seed, 7, epoch), buffer, self.rows[places], self.batch_size, row_group)
 

@@ -1,4 +1,4 @@
-"""A stream of blocks of rows, mixed in a buffer: what comes together in the stream does not come together in a step."""
+"""A stream of blocks of rows, shuffled in a buffer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Block(NamedTuple):
 
 
 def checked_blocks(blocks: Iterable[Any]) -> Iterator[Block]:
-    """The blocks that have rows, each of the kind of the first: as many features, sparse or dense, weights or none."""
+    """The non-empty blocks, checked to be like the first: number of features, sparse or dense, with or without
+    weights."""
     first = None
     for number, found in enumerate(blocks):
         block = _block(found, number)
@@ -64,7 +65,7 @@ def _block(found: Any, number: int) -> Block:
 
 
 def shuffled(blocks: Iterable[Block], buffer_rows: int, seed: int) -> Iterator[Block]:
-    """The rows of the blocks, each once, in parts: the buffer is filled and shuffled, and half of it is given away."""
+    """The rows of the blocks, each once, in parts: the buffer is filled and shuffled, and half of it is yielded."""
     kept: list[Block] = []
     n = part = 0
     for block in blocks:
@@ -85,7 +86,7 @@ def _permutation(seed: int, part: int, n: int) -> np.ndarray:
 
 
 def joined(blocks: list[Block]) -> Block:
-    """All rows, one block after the other."""
+    """The concatenation of the blocks."""
     if len(blocks) == 1:
         return blocks[0]
     X = [block.X for block in blocks]

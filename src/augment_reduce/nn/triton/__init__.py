@@ -1,1 +1,1 @@
-"""The head's step in Triton kernels: `step` offers what `nn/_step.py` does; its parts are a file each."""
+"""The head's step in Triton kernels: `step` has the interface of `nn/_step.py`; its kernels are in the other files."""

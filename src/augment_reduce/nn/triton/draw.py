@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Triton: random numbers from (seed, step, place), and classes drawn with them. Twin of nn/_hash.py and nn/_draw.py."""
+"""Triton: random numbers from (seed, step, place), and classes drawn with them. See nn/_hash.py and nn/_draw.py."""
 
 import triton
 import triton.language as tl
@@ -40,10 +40,10 @@ def normal(key, place):
 
 @triton.jit
 def permuted(key, place, inside, n, a, b):
-    """Feistel network on an a x b grid with cycle walking: places outside 0..n-1 go on until they are inside.
+    """Feistel network on an a x b grid with cycle walking: points outside 0..n-1 are permuted until they are inside.
 
-    Only lanes that are `inside`, whose place must be below n, are walked: from a place beyond n the walk may be on a
-    cycle with no point below n. `longest_walk` in nn/_hash.py bounds the rounds by a b - n + 1, and so does the loop.
+    Only lanes that are `inside`, whose place must be below n, are walked: a place beyond n may be on a cycle without a
+    point below n. `longest_walk` in nn/_hash.py bounds the rounds by a b - n + 1, and so does the loop.
     """
     x = place
     outside = inside
@@ -61,7 +61,7 @@ def permuted(key, place, inside, n, a, b):
 
 @triton.jit
 def from_table(key, place, Cumulative, n_classes, n_random, n_halvings, KIND: tl.constexpr):
-    """(class, log weight): the stretch of the cumulative sums in which a random number falls, by halving."""
+    """(class, log weight): the interval of the cumulative sums that contains a random number, by bisection."""
     total = tl.load(Cumulative + (n_classes - 1))
     if KIND == INDEPENDENT:
         high = (bits(key, place, 0) >> 6).to(tl.float64)

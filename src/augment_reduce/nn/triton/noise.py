@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: RET505 (Triton follows one branch of a constant condition; what comes after it is always compiled)
-"""Triton: the three noises, elementwise in float32. Twin of noise.py; see there for the formulas of the Normal.
+"""Triton: the three noises, elementwise in float32; see model/noise.py for the formulas of the Normal.
 
-All of this runs for every (row, class) pair, so that instructions count: exponential, logarithm and reciprocal are the
-chip's own approximations (relative error below 1e-6), which the interpreter does not know.
+Evaluated for every (row, class) pair, so the number of instructions matters: exponential, logarithm and reciprocal are
+the GPU's approximations (relative error below 1e-6), which the interpreter does not have.
 """
 
 import os
@@ -50,7 +50,8 @@ def reciprocal(x):
 
 @triton.jit
 def log_rest(x, log_far):
-    """log(1 - x), 0 <= x < 1, given what the logarithm makes of it; by a series near 0, where sums of 10^7 need it."""
+    """log(1 - x), 0 <= x < 1, given `log_far` from the logarithm; by a series near 0, for the accuracy of sums of
+    10^7."""
     near = -x * (1.0 + x * (0.5 + x * (0.33333333 + x * 0.25)))
     return tl.where(x < 0.03, near, log_far)
 

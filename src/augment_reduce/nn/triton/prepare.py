@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False
-"""Triton: the start of a step. psi_y and q(v) of every row; the drawn classes with their weight rows side by side.
+"""Triton: the start of a step. psi_y and q(v) of every row; the drawn classes, with their weight rows gathered.
 
-Twin of the first half of nn/_step.forward, of nn/_draw.SharedSampler.draw and of nn/_local.Local.predict.
+Reference: the first half of nn/_step.forward, nn/_draw.SharedSampler.draw and nn/_local.Local.predict.
 """
 
 import triton
@@ -35,7 +35,7 @@ def put_nodes(V, Node, b, in_b, location, log_precision, Counter, key, NOISE: tl
 
 @triton.jit
 def gather(Weight, Bias, Rows, RowBias, classes, slot, inside, D, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy the weight rows of these classes into `Rows`, one after the other, in its dtype."""
+    """Copy the weight rows of these classes into `Rows`, in its dtype."""
     d = tl.arange(0, BLOCK_D)
     for start in range(0, D, BLOCK_D):
         mask = inside[:, None] & (start + d < D)[None, :]
@@ -58,7 +58,7 @@ def count(Tally, place: tl.constexpr, which):
 
 @triton.jit
 def labels(Target, SampleWeight, RowWeight, Tally, b, in_b, n_classes, ignore_index, HAS_WEIGHT: tl.constexpr):
-    """(class, whether the row counts); targets out of range and sample weights below 0 are counted, and left out."""
+    """(class, whether the row counts); targets out of range and sample weights below 0 are counted and skipped."""
     y = tl.load(Target + b, mask=in_b, other=0)
     wanted = in_b & (y != ignore_index)
     inside = wanted & (y >= 0) & (y < n_classes)
@@ -81,9 +81,9 @@ def label_scores(
     Hidden, Weight, Bias, LabelRows, Copied, Mean, Slope, y, b, in_b, D,
     NOISE: tl.constexpr, HAS_BIAS: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """psi_y, slope (h - mean) of the one or two predicted parts, and whether h and psi_y can take part in a step.
+    """psi_y, slope (h - mean) of the one or two predicted parts, and whether h and psi_y are usable.
 
-    That is, none of them is beyond LARGEST or not finite. The labels' weight rows are copied on the way.
+    Usable: finite, and at most LARGEST. Also copies the labels' weight rows.
     """
     psi_y = tl.zeros((BLOCK,), dtype=tl.float32)
     first = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -116,8 +116,8 @@ def predict(
     GivenParts, Heights, Offset, LabelSlope, LabelMean, Predicted, psi_y, first, second, b, in_b, B,
     NOISE: tl.constexpr, HAS_PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """The parts of q(v) that the linear map predicts, and with PLANES the log-sum-exp; returns those to use, which the
-    caller may have given."""
+    """The parts of q(v) predicted by the linear map, and with PLANES the log-sum-exp; returns those to use, which the
+    caller may have passed."""
     label = psi_y - tl.load(LabelMean)
     first += tl.load(Offset) + tl.load(LabelSlope) * label
     if PLANES:
@@ -138,7 +138,7 @@ def predict(
 
 @triton.jit
 def recall(Memory, Visits, Index, first, second, b, in_b, n_rows, NOISE: tl.constexpr):
-    """The numbers kept for rows that were seen before."""
+    """The stored parts of rows visited before."""
     row = tl.load(Index + b, mask=in_b, other=-1)
     known = in_b & (row >= 0) & (row < n_rows)
     known = known & (tl.load(Visits + row, mask=known, other=0) > 0)
@@ -159,7 +159,7 @@ def prepare(
     HAS_WEIGHT: tl.constexpr, HAS_MEMORY: tl.constexpr, HAS_PARTS: tl.constexpr, PLANES: tl.constexpr,
     COPY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Programs of three kinds: a block of rows, a block of the main sample's slots, a block of the second's."""
+    """Three kinds of programs: for a block of rows, for a block of the main sample's slots, for one of the second's."""
     pid = tl.program_id(0)
     row_blocks, main_blocks = tl.cdiv(B, BLOCK), tl.cdiv(S, BLOCK)
     if pid < row_blocks:

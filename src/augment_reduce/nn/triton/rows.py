@@ -1,11 +1,11 @@
 # mypy: disallow-untyped-defs=False
-"""Triton: what is done once for each row of the minibatch, between and after the matrix products.
+"""Triton: operations on each row of the minibatch, between and after the matrix products.
 
     refine    q(v) corrected by the second sample ("fresh")
-    finish    bound, floor, scaled hidden rows, what the prediction is to learn from, the rows' own memory
-    learn     the prediction moves; the loss; the counters tick
+    finish    bound, floor, scaled hidden rows, the report for `learn`, stored parts of q(v)
+    learn     update of the prediction, the loss, the counters
 
-Twin of nn/_local.py and of the second half of nn/_step.forward.
+Reference: nn/_local.py and the second half of nn/_step.forward.
 """
 
 import triton
@@ -17,7 +17,7 @@ from .prepare import FLOORED, HIGH, LOW, ROWS, ROWS_BEFORE, SKIPPED, count, put_
 LOG_2PI_E = tl.constexpr(2.8378770664093453)
 LEAST = tl.constexpr(1e-2)
 LARGEST_LOG = tl.constexpr(60.0)  # as in nn/_plain.py
-FIELDS = tl.constexpr(16)  # scalars a block of rows reports, see `finish`
+FIELDS = tl.constexpr(16)  # scalars in the report of a block of rows, see `finish`
 USED = tl.constexpr(11)
 AT_ONCE = tl.constexpr(32)
 GAP_RATE = tl.constexpr(0.01)  # as in nn/_step.py
@@ -26,8 +26,8 @@ LARGEST_MOVE, WIDEST = tl.constexpr(5.0), tl.constexpr(0.25)
 
 @triton.jit
 def newton(location, log_precision, slope, bend, alpha):
-    """Natural gradient on (m, log precision), at most two deviations a move; NaN stays NaN."""
-    slope_is, bend_is = slope == slope, bend == bend  # which a minimum or maximum would forget
+    """Natural gradient on (m, log precision), at most two deviations a step; NaN stays NaN."""
+    slope_is, bend_is = slope == slope, bend == bend  # NaN, which a minimum or maximum would drop
     precision = tl.exp(log_precision)
     moved = (1.0 - alpha) * precision + alpha * tl.maximum(-bend, LEAST)
     reach = 2.0 / tl.sqrt(tl.maximum(precision, moved))
@@ -38,7 +38,7 @@ def newton(location, log_precision, slope, bend, alpha):
 
 @triton.jit
 def collect(Sums, which: tl.constexpr, b, in_b, B, n_blocks):
-    """The sum over all blocks of classes, always in the same order; many at a time, since each is a wait for memory."""
+    """The sum over all blocks of classes, always in the same order; many loads at a time, to hide their latency."""
     total = tl.zeros_like(b).to(tl.float32)
     for start in range(0, n_blocks, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
@@ -49,7 +49,8 @@ def collect(Sums, which: tl.constexpr, b, in_b, B, n_blocks):
 
 @triton.jit
 def collect_exponentials(Sums, b, in_b, B, n_blocks):
-    """(ref, total): the sum of pulls over all blocks of classes is e^ref total; see `scores`. ref is mostly 0."""
+    """(ref, total): the sum of `grad_class` over all blocks of classes is e^ref total; see `scores`. ref is mostly
+    0."""
     ref = tl.zeros_like(b).to(tl.float32)
     for start in range(0, n_blocks, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
@@ -60,8 +61,8 @@ def collect_exponentials(Sums, b, in_b, B, n_blocks):
         i = start + tl.arange(0, AT_ONCE)
         mask = (i < n_blocks)[:, None] & in_b[None, :]
         own_ref = tl.load(Sums + (n_blocks + i).to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
-        pulls = tl.load(Sums + i.to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
-        total += tl.sum(pulls * tl.exp(own_ref - ref[None, :]), axis=0)
+        sums = tl.load(Sums + i.to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
+        total += tl.sum(sums * tl.exp(own_ref - ref[None, :]), axis=0)
     return ref, total
 
 
@@ -74,8 +75,8 @@ def log_ratio(ref, total, label):
 
 
 @triton.jit
-def to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr):
-    """Multiply the blocks of `Pull` by e^(their own ref - ref), so that a row is e^-ref of what it should be."""
+def to_one_scale(GradClass, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr):
+    """Multiply the blocks of `GradClass` by e^(their own ref - ref), so that a row is in units of e^ref."""
     for block in range(n_blocks):
         own_ref = tl.load(Sums + (n_blocks + block).to(tl.int64) * B + b, mask=in_b, other=0.0)
         factor = tl.exp(own_ref - ref)
@@ -83,9 +84,9 @@ def to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS: tl.constexpr
         for start in range(0, COLUMNS, AT_ONCE):
             s = block * COLUMNS + start + tl.arange(0, AT_ONCE)
             mask = (in_b & (ref > 0.0))[:, None] & (s < end)[None, :]
-            at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
-            pull = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
-            tl.store(at, pull.to(Pull.dtype.element_ty), mask=mask)
+            at = GradClass + b.to(tl.int64)[:, None] * S + s[None, :]
+            grad_class = tl.load(at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
+            tl.store(at, grad_class.to(GradClass.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def refine(
     Sums, PsiY, Used, VFirst, WeightFirst, V, Node, Counter, Learned, B, n_blocks, key, share,
     NOISE: tl.constexpr, J_FIRST: tl.constexpr, J: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the sums at the first nodes (J_FIRST of them) to q(v) moved, and the nodes of the bound itself."""
+    """The corrected q(v) from the sums at the first nodes (J_FIRST of them), and the nodes of the bound."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_b = b < B
     psi_y = tl.load(PsiY + b, mask=in_b, other=0.0)
@@ -131,14 +132,14 @@ def refine(
 
 @triton.jit
 def softmax_row(
-    Pull, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR: tl.constexpr, Z_LOSS: tl.constexpr,
+    GradClass, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR: tl.constexpr, Z_LOSS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(bound, lift, log Z~ - c, what `Pull` is to be multiplied by, whether the floor acted, gap); see nn/_plain.py,
+    """(bound, grad_label, log Z~ - c, factor of `GradClass`, whether the floor clipped, gap); see nn/_plain.py,
     and for the z-loss nn/_smoothing.py."""
     ref, total = collect_exponentials(Sums, b, in_b, B, n_blocks)
     if tl.max(ref, axis=0) > 0.0:
-        to_one_scale(Pull, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS)
+        to_one_scale(GradClass, Sums, ref, b, in_b, B, S, n_blocks, COLUMNS)
     slope = log_ratio(ref, total, psi_y - used)
     raised = tl.zeros_like(used)
     if FLOOR:
@@ -159,23 +160,23 @@ def noise_row(
     Sums, V, NodeWeight, psi_y, log_precision, floor, b, in_b, B, n_blocks,
     NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """As `softmax_row`, with the derivative in place of log Z~ - c, and with the second derivative."""
-    pulls = collect(Sums, 0, b, in_b, B, n_blocks)
+    """As `softmax_row`, with the derivative instead of log Z~ - c, and with the second derivative."""
+    total_class = collect(Sums, 0, b, in_b, B, n_blocks)
     value, first, second = about_label(V, NodeWeight, b, in_b, psi_y, NOISE, J)
     bend = collect(Sums, 2, b, in_b, B, n_blocks) + second
     shrink = tl.zeros_like(psi_y) + 1.0
     if FLOOR:
         most = tl.exp(floor) * (1.0 + tl.abs(first))
-        shrink = tl.where(pulls > most, most / pulls, 1.0)
+        shrink = tl.where(total_class > most, most / total_class, 1.0)
     bound = value + collect(Sums, 1, b, in_b, B, n_blocks) - 0.5 * (log_precision - LOG_2PI_E)
-    slope = pulls * shrink + first
+    slope = total_class * shrink + first
     gap = 0.5 * slope * slope / tl.maximum(tl.abs(bend), LEAST)
     return bound, -first, slope, bend, shrink, shrink < 1.0, gap
 
 
 @triton.jit
 def remember(Memory, Visits, Index, used, log_precision, slope, bend, b, in_b, seen, n_rows, NOISE: tl.constexpr):
-    """Each row's own numbers, moved with alpha = (2 + visits)^-power."""
+    """Update the stored parts of each row with alpha = (2 + visits)^-power."""
     row = tl.load(Index + b, mask=in_b, other=-1)
     kept = seen & (row >= 0) & (row < n_rows)
     visits = tl.load(Visits + row, mask=kept, other=0)
@@ -197,7 +198,7 @@ def residuals(
     Predicted, used, log_precision, slope, bend, largest, b, in_b, seen, B,
     NOISE: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """How far the prediction is off, 0 for rows that are not seen; see amortised.residuals."""
+    """Residuals of the prediction, 0 for skipped rows; see amortised.residuals."""
     predicted = tl.load(Predicted + b, mask=in_b, other=0.0)
     rho_2 = tl.zeros_like(used)
     if NOISE == SOFTMAX:
@@ -216,14 +217,14 @@ def residuals(
 
 @triton.jit
 def finish(
-    Hidden, Sums, Pull, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Label, Index, Mean, LabelMean, Memory, Visits,
-    Learned, Tally, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Rho, Report, B, D, S, n_blocks, n_rows, floor,
-    largest, z_loss,
+    Hidden, Sums, GradClass, PsiY, Predicted, Used, V, NodeWeight, RowWeight, Label, Index, Mean, LabelMean, Memory,
+    Visits, Learned, Tally, RowLoss, Scale, AtLabel, Scaled, ScaleColumns, Rho, Report, B, D, S, n_blocks, n_rows,
+    floor, largest, z_loss,
     NOISE: tl.constexpr, J: tl.constexpr, FLOOR: tl.constexpr, Z_LOSS: tl.constexpr, LEARN: tl.constexpr,
     HAS_MEMORY: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Everything about a row that its sums over classes decide. `Report` (blocks, FIELDS + 3 D): sums for `learn`."""
+    """All results of a row that depend on its sums over classes. `Report` (blocks, FIELDS + 3 D): sums for `learn`."""
     pid = tl.program_id(0)
     b = pid * BLOCK + tl.arange(0, BLOCK)
     in_b = b < B
@@ -234,12 +235,12 @@ def finish(
     if NOISE == SOFTMAX:
         log_precision = tl.zeros_like(used)
         bend = log_precision
-        bound, lift, slope, shrink, floored, gap = softmax_row(
-            Pull, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR, Z_LOSS, COLUMNS
+        bound, grad_label, slope, shrink, floored, gap = softmax_row(
+            GradClass, Sums, psi_y, used, floor, z_loss, b, in_b, B, S, n_blocks, FLOOR, Z_LOSS, COLUMNS
         )
     else:
         log_precision = tl.load(Used + B + b, mask=in_b, other=0.0)
-        bound, lift, slope, bend, shrink, floored, gap = noise_row(
+        bound, grad_label, slope, bend, shrink, floored, gap = noise_row(
             Sums, V, NodeWeight, psi_y, log_precision, floor, b, in_b, B, n_blocks, NOISE, J, FLOOR
         )
     finite = (tl.abs(bound) < float("inf")) & (tl.abs(slope) < float("inf")) & (tl.abs(bend) < float("inf"))
@@ -255,7 +256,7 @@ def finish(
         column = tl.arange(0, 16)[None, :]
         at_column = ScaleColumns + b.to(tl.int64)[:, None] * 16 + column
         tl.store(at_column, tl.where(column == 0, scale[:, None], 0.0).to(Scaled.dtype.element_ty), mask=in_b[:, None])
-    tl.store(AtLabel + b, tl.where(seen, lift * weight, 0.0), mask=in_b)
+    tl.store(AtLabel + b, tl.where(seen, grad_label * weight, 0.0), mask=in_b)
     out = Report + pid.to(tl.int64) * (3 * D + FIELDS)
     tl.store(out, tl.sum(loss, axis=0))
     tl.store(out + 1, tl.sum(weight, axis=0))
@@ -319,7 +320,7 @@ def scalar(totals, which: tl.constexpr):
 
 @triton.jit
 def columns_of(Report, field, d, in_d, width, n_blocks, BLOCK: tl.constexpr):
-    """Sum of a stretch of the report's vectors over all blocks of rows."""
+    """Sum of some columns of the report's vectors over all blocks of rows."""
     total = tl.zeros_like(d).to(tl.float32)
     for start in range(0, n_blocks, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -335,7 +336,7 @@ def learn(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     OFFSET_RATE: tl.constexpr, SLOPE_RATE: tl.constexpr, LABEL_RATE: tl.constexpr, MEAN_RATE: tl.constexpr,
 ):  # fmt: skip
-    """One program a stretch of features; the last also does what there is only one of. Normalised least squares."""
+    """Normalised least squares. One program for each block of features; the last also updates the scalars."""
     width = 3 * D + FIELDS
     totals = scalars_of(Report, width, n_blocks, BLOCK)
     n = tl.maximum(scalar(totals, 2), 1.0)

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: RET505 (Triton follows one branch of a constant condition; what comes after it is always compiled)
-"""Triton: what costs a matrix product. Scores with the bound's gradient by them, and the two products of the way back.
+"""Triton: the matrix products. Scores with the bound's gradient by them, and the two products of the backward pass.
 
-`Pull` (B, S) is the only large array; scores exist in registers alone. Accumulation is in float32 throughout. Where
-an output is too small to keep all multiprocessors busy, several programs share its sum, and whoever reads it adds up.
+`GradClass` (B, S) is the only large array; scores are in registers only. Accumulation is in float32. If an output is
+too small to occupy all multiprocessors, several programs compute partial sums, which its readers add up (split-K).
 """
 
 import triton
@@ -11,13 +11,14 @@ import triton.language as tl
 
 from .noise import SOFTMAX, about_cdf, exp
 
-FAR = tl.constexpr(40.0)  # e^40 times as many classes as there are is still far from overflow
-HIGHEST = tl.constexpr(1e30)  # of a score; others are NaN, which makes `finish` leave their rows out
+FAR = tl.constexpr(40.0)  # e^40 times the number of classes is far from overflow
+HIGHEST = tl.constexpr(1e30)  # limit of a score; larger ones are NaN, and `finish` skips their rows
 
 
 @triton.jit
 def multiplied(a, b, total, PRECISION: tl.constexpr):
-    """total + a b. Triton's interpreter multiplies the bits of bfloat16 numbers; "widen" gives it float32 instead."""
+    """total + a b. Triton's interpreter multiplies the bits of bfloat16 numbers; "widen" converts to float32
+    instead."""
     if PRECISION == "widen":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -27,15 +28,17 @@ def multiplied(a, b, total, PRECISION: tl.constexpr):
 @triton.jit
 def scores(
     Hidden, Rows, RowBias, LogWeight, Classes, Label, V, NodeWeight, Tail, Expected, Share, Kind, Group, RowGroup,
-    Others, Pull, Sums, B, S, D,
+    Others, GradClass, Sums, B, S, D,
     NOISE: tl.constexpr, IN_BATCH: tl.constexpr, J: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """psi = hidden rows^T + bias; pull = omega (phi / Phi)(v - psi), and each row's sums over this block of classes.
+    """psi = hidden rows^T + bias; grad_class = omega (phi / Phi)(v - psi), and each row's sums over this block of
+    classes.
 
-    `Sums` (3, blocks of S, B): sum of pull, of omega log Phi, of omega (phi / Phi)'. Softmax, `Sums` (2, blocks, B):
-    sum of pull / e^ref, and ref, by which `Pull` is smaller, too: 0, or the block's largest log pull where that is so
-    far above v that its exponential might overflow. `finish` brings the blocks of such a row to one scale.
+    `Sums` (3, blocks of S, B): sum of grad_class, of omega log Phi, of omega (phi / Phi)'. Softmax, `Sums` (2, blocks,
+    B): sum of grad_class / e^ref, and ref; `GradClass` is in units of e^ref, too. ref is 0, or the block's largest log
+    grad_class if that is so far above v that its exponential might overflow. `finish` converts the blocks of such a row
+    to one ref.
     """
     block_b, block_s = tl.program_id(0), tl.program_id(1)
     b = block_b * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -54,12 +57,12 @@ def scores(
             h = tl.load(h_at + start, mask=in_b[:, None] & in_d, other=0.0)
             w = tl.load(w_at + start, mask=in_s[:, None] & in_d, other=0.0)
         psi = multiplied(h, tl.trans(w), psi, PRECISION)
-    # Before the bias, which may be -inf; and no minimum or maximum, which would make a number of NaN.
+    # Before the bias, which may be -inf; and no minimum or maximum, which would drop NaN.
     psi = tl.where(tl.abs(psi) < HIGHEST, psi, float("nan")) + tl.load(RowBias + s, mask=in_s, other=0.0)[None, :]
     label = tl.load(Label + b, mask=in_b, other=-1)
     own = tl.load(Classes + s, mask=in_s, other=-1).to(tl.int32)
     counts = in_s[None, :] & (label >= 0)[:, None] & (own[None, :] != label[:, None])
-    if IN_BATCH:  # weights that depend on the row, and labels that it may not see: nn/_columns.py
+    if IN_BATCH:  # weights that depend on the row, and masked labels: nn/_columns.py
         kind = tl.load(Kind + s, mask=in_s, other=2)
         row_group = tl.load(RowGroup + b, mask=in_b, other=-1)
         group = tl.load(Group + s, mask=in_s, other=-1)
@@ -74,14 +77,14 @@ def scores(
     sums_at = Sums + block_s.to(tl.int64) * B + b
     if NOISE == SOFTMAX:
         v = tl.load(V + b, mask=in_b, other=0.0)
-        log_pull = tl.where(counts, psi + log_weight - v[:, None], -float("inf"))
-        top = tl.max(log_pull, axis=1)
+        log_grad_class = tl.where(counts, psi + log_weight - v[:, None], -float("inf"))
+        top = tl.max(log_grad_class, axis=1)
         ref = tl.where(top > FAR, top, 0.0)
-        pull = exp(log_pull - ref[:, None])
-        tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+        grad_class = exp(log_grad_class - ref[:, None])
+        tl.store(sums_at, tl.sum(grad_class, axis=1), mask=in_b)
         tl.store(sums_at + tl.num_programs(1).to(tl.int64) * B, ref, mask=in_b)
     else:
-        pull = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
+        grad_class = tl.zeros((BLOCK_B, BLOCK_S), dtype=tl.float32)
         value = tl.zeros((BLOCK_B,), dtype=tl.float32)
         bend = tl.zeros((BLOCK_B,), dtype=tl.float32)
         omega = tl.where(counts, tl.exp(log_weight), 0.0)
@@ -90,22 +93,22 @@ def scores(
             v = tl.load(V + b * J + j, mask=in_b, other=0.0)
             node = tl.load(NodeWeight + j)
             log_cdf, ratio, second = about_cdf(v[:, None] - psi, Tail, NOISE)
-            pull += node * ratio * omega
+            grad_class += node * ratio * omega
             value += node * tl.sum(log_cdf * omega, axis=1)
             bend += node * tl.sum(second * omega, axis=1)
         blocks = tl.num_programs(1).to(tl.int64)
-        tl.store(sums_at, tl.sum(pull, axis=1), mask=in_b)
+        tl.store(sums_at, tl.sum(grad_class, axis=1), mask=in_b)
         tl.store(sums_at + blocks * B, value, mask=in_b)
         tl.store(sums_at + 2 * blocks * B, bend, mask=in_b)
     if STORE:
-        at = Pull + b.to(tl.int64)[:, None] * S + s[None, :]
-        pull = tl.where(pull == pull, pull, 0.0)
-        tl.store(at, pull.to(Pull.dtype.element_ty), mask=in_b[:, None] & in_s[None, :])
+        at = GradClass + b.to(tl.int64)[:, None] * S + s[None, :]
+        grad_class = tl.where(grad_class == grad_class, grad_class, 0.0)
+        tl.store(at, grad_class.to(GradClass.dtype.element_ty), mask=in_b[:, None] & in_s[None, :])
 
 
 @triton.jit
 def stretch(n, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """From where to where this program sums, if SPLITS programs share the sum over n: whole blocks each."""
+    """The range summed by this program, if SPLITS programs share the sum over n: whole blocks each."""
     size = tl.cdiv(tl.cdiv(n, BLOCK), SPLITS) * BLOCK
     first = tl.program_id(2) * size
     return first, tl.minimum(first + size, n)
@@ -119,28 +122,28 @@ def to_hidden(
     in_b, in_d = b < B, d < D
     g = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
     scale = tl.load(Scale + b, mask=in_b, other=0.0)
-    counts = scale != 0.0  # the other rows have no gradient, even where g is not finite
+    counts = scale != 0.0  # the other rows have no gradient, even if g is not finite
     at_label = tl.where(counts, g * tl.load(AtLabel + b, mask=in_b, other=0.0), 0.0)
     scale = tl.where(counts, g * scale, 0.0)
     at = b.to(tl.int64)[:, None] * D + d[None, :]
     inside = in_b[:, None] & in_d[None, :]
     own = tl.load(LabelRows + at, mask=inside, other=0.0).to(tl.float32)
     out = scale[:, None] * total - at_label[:, None] * own
-    out = tl.where(counts[:, None], out, 0.0)  # beside a class whose weights are not finite it is NaN
+    out = tl.where(counts[:, None], out, 0.0)  # NaN if a class has weights that are not finite
     tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def grad_hidden(
-    Pull, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Partial, Out, B, S, D,
+    GradClass, Rows, LabelRows, Scale, AtLabel, Grad, Denominator, Partial, Out, B, S, D,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """pull rows, and from it the gradient by hidden; with SPLITS > 1 sums over parts of S, for `combine`."""
+    """grad_class rows, and from it the gradient by hidden; with SPLITS > 1 sums over parts of S, for `combine`."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_b, in_d = b < B, d < D
-    p_at = Pull + b.to(tl.int64)[:, None] * S
+    p_at = GradClass + b.to(tl.int64)[:, None] * S
     total = tl.zeros((BLOCK_B, BLOCK_D), dtype=tl.float32)
     first, end = stretch(S, BLOCK_S, SPLITS)
     for start in range(first, end, BLOCK_S):
@@ -177,7 +180,7 @@ def combine(
 
 @triton.jit
 def _over_rows(
-    Pull, Scaled, ScaleColumns, s, d, B, S, D,
+    GradClass, Scaled, ScaleColumns, s, d, B, S, D,
     WITH_BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +192,7 @@ def _over_rows(
         b = start + tl.arange(0, BLOCK_B)
         in_b = b < B
         row = b.to(tl.int64)[:, None]
-        p = tl.load(Pull + row * S + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
+        p = tl.load(GradClass + row * S + s[None, :], mask=in_b[:, None] & in_s[None, :], other=0.0)
         if EVEN_D:
             h = tl.load(Scaled + row * D + d[None, :], mask=in_b[:, None], other=0.0)
         else:
@@ -203,26 +206,26 @@ def _over_rows(
 
 @triton.jit
 def grad_rows(
-    Pull, Scaled, ScaleColumns, Out, OutBias, B, S, D,
+    GradClass, Scaled, ScaleColumns, Out, OutBias, B, S, D,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Out (SPLITS, S, D) = pull^T scaled, and OutBias (SPLITS, S) = pull^T scale, in sums over parts of B.
+    """Out (SPLITS, S, D) = grad_class^T scaled, and OutBias (SPLITS, S) = grad_class^T scale, in sums over parts of B.
 
-    That is the gradient by the sampled rows, but for g. `ScaleColumns` (B, 16) holds the scales in its first column,
-    zeros beside them: as one more small product they cost next to nothing, as a sum over registers more than the rest.
+    That is the gradient by the sampled rows, without the factor g. `ScaleColumns` (B, 16) has the scales in column 0
+    and zeros elsewhere: an additional small product is cheaper than a sum over registers.
     """
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     part = tl.program_id(2).to(tl.int64) * S
     if HAS_BIAS and tl.program_id(1) == 0:
         total, of_bias = _over_rows(
-            Pull, Scaled, ScaleColumns, s, d, B, S, D, True, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+            GradClass, Scaled, ScaleColumns, s, d, B, S, D, True, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
         )
         tl.store(OutBias + part + s, tl.sum(of_bias, axis=1), mask=s < S)
     else:
         total, of_bias = _over_rows(
-            Pull, Scaled, ScaleColumns, s, d, B, S, D, False, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
+            GradClass, Scaled, ScaleColumns, s, d, B, S, D, False, SPLITS, PRECISION, EVEN_D, BLOCK_S, BLOCK_D, BLOCK_B
         )
     at = (part + s)[:, None] * D + d[None, :]
     tl.store(Out + at, total, mask=(s < S)[:, None] & (d < D)[None, :])

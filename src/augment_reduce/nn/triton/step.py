@@ -1,7 +1,7 @@
-"""A head's step on a GPU, by Triton: `forward`, `backward` and `backward_and_update`, twins of those in nn/_step.py.
+"""A head's step on a GPU, by Triton: `forward`, `backward` and `backward_and_update`, as in nn/_step.py.
 
-A step is 11 launches (13 with local="fresh", one more with `combine`), allocates only through torch and never waits
-for the device, so that it can be captured in a CUDA graph together with the network it belongs to:
+A step is 11 launches (13 with local="fresh", one more with `combine`), allocates through torch only and does not
+synchronise, so that it can be captured in a CUDA graph together with its network:
 
     prepare ─► (scores of the second sample ─► refine) ─► scores ─► finish ─► learn
     grad_hidden (─► combine), grad_rows ─► sort_blocks ─► merge ─► sum_chunks ─► update
@@ -44,8 +44,8 @@ NOISES = {Gumbel: 0, Normal: 1, Logistic: 2}
 GIVEN = 4
 TAIL_TERMS = 9  # as in `noise`
 ROW_BLOCK, REPORT_BLOCK = 16, 32  # rows of a program in `prepare`, and in `finish`
-SORTED = 64 if INTERPRETED else 512  # places that one program sorts
-MOST_MERGED = 1 << 15  # places; beyond it torch.sort is faster than ranking them in all stretches
+SORTED = 64 if INTERPRETED else 512  # positions that one program sorts
+MOST_MERGED = 1 << 15  # positions; beyond it torch.sort is faster than ranking them in all blocks
 
 
 class Tile(NamedTuple):
@@ -62,9 +62,9 @@ class Tile(NamedTuple):
     splits: int = 1
 
 
-# Of bfloat16 products, by kernel and whether the features are many. What differs from kernel to kernel:
-# `scores` is kept in registers until its end, and a noise other than softmax's needs more of them; grad_* have small
-# outputs, for which small tiles keep all multiprocessors busy.
+# Of bfloat16 products, by kernel and whether there are many features. `scores` keeps its tile in registers until its
+# end, and noises other than softmax's need more of them; grad_* have small outputs, and small tiles occupy all
+# multiprocessors.
 TILES: dict[tuple[str, bool], Tile] = {
     ("scores", False): Tile(128, 128, 64, 4, 3),
     ("scores", True): Tile(128, 256, 64, 8, 3),
@@ -76,20 +76,21 @@ TILES: dict[tuple[str, bool], Tile] = {
     ("grad_rows", True): Tile(128, 128, 64, 4, 4),
 }
 FLOAT32 = Tile(64, 64, 32, 4, 2)
-CHUNK = 16  # places of one class that are added up at a time
-WIDEST_ROW = 512  # features that one program of `update` holds at once; beyond it they are taken in blocks
-UPDATE_BLOCK, UPDATE_FEW, UPDATE_WARPS = 128, 2, 1  # features of a program, places it looks at first
+CHUNK = 16  # positions of one class that are summed at a time
+WIDEST_ROW = 512  # features that one program of `update` holds; more are processed in blocks
+UPDATE_BLOCK, UPDATE_FEW, UPDATE_WARPS = 128, 2, 1  # features of a program, positions it reads first
 
 
 class Saved(NamedTuple):
-    """What the way back needs. `scale` (B,) holds row weight times floor, `at_label` (B,) row weight times lift."""
+    """Tensors for the backward pass. `scale` (B,) is row weight times floor factor, `at_label` (B,) row weight times
+    grad_label."""
 
     hidden: Tensor
     rows: Tensor
     label_rows: Tensor
     classes: Tensor
     label: Tensor
-    pull: Tensor
+    grad_class: Tensor
     scale: Tensor
     at_label: Tensor
     scaled: Tensor
@@ -98,7 +99,7 @@ class Saved(NamedTuple):
 
 
 def cdiv(n: int, size: int) -> int:
-    """triton.cdiv, which takes the host a hundred times as long."""
+    """As triton.cdiv, which takes the host a hundred times as long."""
     return -(-n // size)
 
 
@@ -159,7 +160,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     C = len(main_columns.classes)
     shape = tile("scores" if noise == 0 else "noise", dtype, D)
     sums = wide(2 if noise == 0 else 3, cdiv(max(C, S2), shape.columns), B)
-    pull = new(B, C, dtype=dtype)
+    grad_class = new(B, C, dtype=dtype)
 
     def score(of: _Columns, at: Tensor, weights: Tensor, store: bool) -> int:
         size, with_labels = len(of.classes), of.labels
@@ -170,7 +171,7 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
                   with_labels.n)
         )  # fmt: skip
         score_kernels.scores[(cdiv(B, shape.rows), n_blocks)](
-            copied, of.rows, of.row_bias, of.log_weight, of.classes, label, at, weights, tail, *extra, pull, sums,
+            copied, of.rows, of.row_bias, of.log_weight, of.classes, label, at, weights, tail, *extra, grad_class, sums,
             B, size, D, NOISE=noise, IN_BATCH=with_labels is not None, J=len(weights), STORE=store,
             PRECISION=precision, EVEN_D=D % shape.depth == 0,
             BLOCK_B=shape.rows, BLOCK_S=shape.columns, BLOCK_D=shape.depth,
@@ -195,9 +196,9 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     report, rho = wide(reports, 16 + 3 * D), wide(B if planes else 0)
     loss, denominator = wide(()), wide(())
     row_kernels.finish[(reports,)](
-        hidden, sums, pull, psi_y, predicted, used, v, node_weight, row_weight, label, _or(step.index, step.target),
-        local.mean, local.label_mean, local.memory, local.visits, local.learned, step.tally,
-        row_loss, scale, at_label, scaled, scale_columns, rho, report,
+        hidden, sums, grad_class, psi_y, predicted, used, v, node_weight, row_weight, label,
+        _or(step.index, step.target), local.mean, local.label_mean, local.memory, local.visits, local.learned,
+        step.tally, row_loss, scale, at_label, scaled, scale_columns, rho, report,
         B, D, C, n_blocks, len(local.visits), float(step.floor or 0.0),
         math.log1p(LARGEST_RESIDUAL) if step.floor is None else float(step.floor), float(step.z_loss),
         NOISE=noise, J=J, FLOOR=step.floor is not None, Z_LOSS=step.z_loss > 0.0, LEARN=step.learn, HAS_MEMORY=memory,
@@ -215,14 +216,14 @@ def _forward(step: Step, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     step.used = used
     of = main_columns
     saved = Saved(
-        hidden, of.rows, label_rows, of.touched, label, pull, scale, at_label, scaled, scale_columns, denominator
+        hidden, of.rows, label_rows, of.touched, label, grad_class, scale, at_label, scaled, scale_columns, denominator
     )
     return (row_loss if per_row else loss), saved
 
 
 class _Columns(NamedTuple):
-    """Columns of scores with their weight rows; `labels` where those of other rows joined, `touched` is then where to
-    put gradients: the number of classes, nobody's, for a column that no row saw."""
+    """Columns of scores with their weight rows. With in-batch `labels`, `touched` has the rows for the gradients: the
+    number of classes, a row of no class, for a column that is masked for all rows."""
 
     classes: Tensor
     rows: Tensor
@@ -236,7 +237,7 @@ def _columns(
     step: Step, classes: Tensor, label: Tensor, rows: Tensor, label_rows: Tensor, row_bias: Tensor, log_weight: Tensor,
     weight: Tensor, bias: Tensor | None,
 ) -> _Columns:  # fmt: skip
-    """The drawn classes, and in front of the kernel that scores them the labels of other rows (nn/_columns.py)."""
+    """The drawn classes and the labels of other rows (nn/_columns.py), for the kernel that scores them."""
     if not step.in_batch:
         return _Columns(classes, rows, row_bias, log_weight, None, classes)
     assert step.sampler is not None
@@ -275,7 +276,7 @@ def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor |
     with torch.cuda.device_of(saved.hidden):
         grad_hidden = _grad_hidden(step, upstream.for_hidden, upstream.grad)
         of_class, of_bias = _grad_rows(upstream.for_rows, bias is not None)
-        if weight is None or step.update.pending.waits:  # the biases alone move, or all of it later
+        if weight is None or step.update.pending.waits:  # only the biases are updated, or all in step()
             rows = _row_gradient(upstream, upstream.for_rows, of_class, of_bias)
             step.update.take(weight, bias, rows, step.key, step.counter[0])
         else:
@@ -284,7 +285,7 @@ def backward_and_update(step: Step, saved: Saved, grad: Tensor, weight: Tensor |
 
 
 def _row_gradient(upstream: _Upstream, saved: Saved, of_class: Tensor, of_bias: Tensor) -> RowGradient:
-    """The gradient by the touched rows as plain torch has it."""
+    """The gradient by the touched rows, as of plain torch."""
     g = upstream.grad.new_ones(()) if upstream.per_row else (upstream.grad / saved.denominator).float()
     of_class, of_bias = of_class.sum(0), of_bias.sum(0)
     counts = saved.scale != 0.0
@@ -293,7 +294,7 @@ def _row_gradient(upstream: _Upstream, saved: Saved, of_class: Tensor, of_bias: 
 
 
 def sort_touched(classes: Tensor, label: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
-    """The S + B touched classes in order, and where each stands in (classes, label); a label of -1 comes last."""
+    """The S + B touched classes, sorted, and their positions in (classes, label); a label of -1 comes last."""
     S, n = len(classes), len(classes) + len(label)
     if n > MOST_MERGED:
         every = torch.cat([classes.to(torch.int32), torch.where(label >= 0, label, n_classes)])
@@ -330,7 +331,7 @@ def _plan(step: Step, stream: int) -> _Plan:
     if given is not None:
         return _Plan(GIVEN, len(given.classes), 1, given)
     sampler = step.sampler
-    if sampler is None:  # the second sample, where it is not asked for
+    if sampler is None:  # no second sample
         return _Plan(EVERY, 0, 1, None)
     size = sampler.n_drawn(stream)
     return _Plan(sampler.kind, size, max(1, size - sampler.n_certain), None)
@@ -343,7 +344,7 @@ class _SamplerArgs(NamedTuple):
 
 def _sampler_args(step: Step, main: _Plan, second: _Plan) -> _SamplerArgs:
     sampler: SharedSampler | None = step.sampler
-    certain = cumulative = step.counter  # stand-ins, never read
+    certain = cumulative = step.counter  # placeholders, never read
     K, n_certain = 2, 0
     if sampler is not None:
         K, n_certain = sampler.n_classes, sampler.n_certain
@@ -360,9 +361,9 @@ def _sampler_args(step: Step, main: _Plan, second: _Plan) -> _SamplerArgs:
 
 
 class _Upstream(NamedTuple):
-    """What comes from above, and what is saved with it: with reduction "none" it is in the rows' scales already.
+    """The upstream gradient with the saved tensors; with reduction "none" it is part of the rows' scales.
 
-    `for_rows` leaves out the rows whose upstream gradient is not finite; `for_hidden` hands it on.
+    `for_rows` skips rows whose upstream gradient is not finite; `for_hidden` passes it on.
     """
 
     for_hidden: Saved
@@ -382,26 +383,26 @@ def _with_grad(step: Step, saved: Saved, grad: Tensor) -> _Upstream:
 
 
 def _scaled_by(saved: Saved, g: Tensor) -> Saved:
-    """With each row's upstream gradient in its scale; rows that do not count have 0, whatever g is."""
+    """With each row's upstream gradient in its scale; rows that do not count have 0, for any g."""
     counts = saved.scale != 0.0
     scale, at_label = torch.where(counts, saved.scale * g, 0.0), torch.where(counts, saved.at_label * g, 0.0)
-    scaled = (torch.where(counts[:, None], saved.hidden.float(), 0.0) * scale[:, None]).to(saved.pull.dtype)
-    columns = torch.zeros(len(g), 16, dtype=saved.pull.dtype, device=g.device)
+    scaled = (torch.where(counts[:, None], saved.hidden.float(), 0.0) * scale[:, None]).to(saved.grad_class.dtype)
+    columns = torch.zeros(len(g), 16, dtype=saved.grad_class.dtype, device=g.device)
     columns[:, 0] = scale
     return saved._replace(scale=scale, at_label=at_label, scaled=scaled, scale_columns=columns)
 
 
 def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
-    (B, S), D = saved.pull.shape, saved.hidden.shape[1]
-    dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
+    (B, S), D = saved.grad_class.shape, saved.hidden.shape[1]
+    dtype, precision = saved.grad_class.dtype, product(saved.hidden)[1]
     shape = tile("grad_hidden", dtype, D)
     out = torch.empty_like(saved.hidden)
     partial = torch.empty(shape.splits if shape.splits > 1 else 0, B, D, dtype=torch.float32, device=out.device)
     one = torch.ones_like(saved.denominator) if step.reduction == "none" else grad
     denominator = one if step.reduction == "none" else saved.denominator
     score_kernels.grad_hidden[(cdiv(B, shape.rows), cdiv(D, shape.columns), shape.splits)](
-        saved.pull, saved.rows, saved.label_rows, saved.scale, saved.at_label, one, denominator, partial, out, B, S, D,
-        SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
+        saved.grad_class, saved.rows, saved.label_rows, saved.scale, saved.at_label, one, denominator, partial, out,
+        B, S, D, SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_B=shape.rows, BLOCK_D=shape.columns, BLOCK_S=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
@@ -415,14 +416,14 @@ def _grad_hidden(step: Step, saved: Saved, grad: Tensor) -> Tensor:
 
 
 def _grad_rows(saved: Saved, has_bias: bool) -> tuple[Tensor, Tensor]:
-    """(splits, S, D) and (splits, S): sums over parts of the minibatch, to be added up."""
-    (B, S), D = saved.pull.shape, saved.hidden.shape[1]
-    dtype, precision = saved.pull.dtype, product(saved.hidden)[1]
+    """(splits, S, D) and (splits, S): partial sums over parts of the minibatch."""
+    (B, S), D = saved.grad_class.shape, saved.hidden.shape[1]
+    dtype, precision = saved.grad_class.dtype, product(saved.hidden)[1]
     shape = tile("grad_rows", dtype, D)
-    out = torch.empty(shape.splits, S, D, dtype=torch.float32, device=saved.pull.device)
-    of_bias = torch.empty(shape.splits, S, dtype=torch.float32, device=saved.pull.device)
+    out = torch.empty(shape.splits, S, D, dtype=torch.float32, device=saved.grad_class.device)
+    of_bias = torch.empty(shape.splits, S, dtype=torch.float32, device=saved.grad_class.device)
     score_kernels.grad_rows[(cdiv(S, shape.rows), cdiv(D, shape.columns), shape.splits)](
-        saved.pull, saved.scaled, saved.scale_columns, out, of_bias, B, S, D,
+        saved.grad_class, saved.scaled, saved.scale_columns, out, of_bias, B, S, D,
         HAS_BIAS=has_bias, SPLITS=shape.splits, PRECISION=precision, EVEN_D=D % shape.columns == 0,
         BLOCK_S=shape.rows, BLOCK_D=shape.columns, BLOCK_B=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
@@ -461,7 +462,7 @@ def _update(
             HAS_BIAS=has_bias, SPLITS=splits, CHUNK=CHUNK, BLOCK_D=sum_block,
         )  # fmt: skip
     counts, clip, decay = len(rule.last) > 0, rule.max_norm is not None, rule.weight_decay
-    whole_row = rule.kind == ROWWISE or counts or clip  # they keep or need one number a row
+    whole_row = rule.kind == ROWWISE or counts or clip  # they store or need one number a row
     measured = whole_row and (16 if INTERPRETED else WIDEST_ROW) < D
     block_d = next_power_of_2(D) if whole_row and not measured else _block_d(D, UPDATE_BLOCK)
     beta1, beta2 = (rule.beta1, rule.beta2) if rule.kind == ADAM else (0.5, 0.5)
@@ -487,7 +488,7 @@ def _update(
 
 
 def _or(value: Tensor | None, stand_in: Tensor) -> Any:
-    """An optional array for a kernel that will not read it where it is missing."""
+    """An optional array for a kernel, or a placeholder that it does not read."""
     return stand_in if value is None else value.contiguous()
 
 

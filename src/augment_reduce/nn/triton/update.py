@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
-"""Triton: one optimiser step on every touched weight row, repeats of a class merged first. Twin of nn/_rows.py.
+"""Triton: one optimiser step on every touched weight row, repeats of a class summed first; reference: nn/_rows.py.
 
 A step touches S sampled classes and B labels, with repeats within and between them. `sort_blocks` and `merge` sort
-these S + B numbers in two launches: stretches first, then each number's rank among all stretches. `update` gives each
-class, at its first place in the sorted list, to one program, which adds up all of its gradients in a fixed order. So
-results do not vary from run to run, and nothing is read back by the host.
+these S + B numbers in two launches: blocks first, then each number's rank among all blocks. In `update` one program
+processes each class, at its first position in the sorted list, and sums all of its gradients in a fixed order. So
+results are deterministic, without synchronising with the host.
 """
 
 import triton
@@ -18,9 +18,9 @@ ADAGRAD, ROWWISE, ADAM = (tl.constexpr(i) for i in range(3))
 
 @triton.jit
 def sort_blocks(Classes, Label, Keys, S, n, n_classes, BLOCK: tl.constexpr):
-    """Keys, sorted within each stretch of BLOCK places: (class, place in (sampled classes, labels)) as one number.
+    """Keys, sorted within each block of BLOCK positions: (class, position in (sampled classes, labels)) as one number.
 
-    n_classes, which sorts last, stands for the label of a row that does not count; beyond the list the largest number.
+    n_classes, which sorts last, is the label of a row that does not count; the list is padded with the largest number.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sampled = tl.load(Classes + i, mask=i < S, other=0).to(tl.int32)
@@ -32,9 +32,9 @@ def sort_blocks(Classes, Label, Keys, S, n, n_classes, BLOCK: tl.constexpr):
 
 @triton.jit
 def begin(Grad, Denominator, Scale, Steps, Go, Tally, B, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Decide whether the weights move, and tick their clock: `Go` is 1 if any row counts.
+    """Decide whether the weights are updated, and count the step: `Go` is 1 if any row counts.
 
-    They do not where the upstream gradient is not finite (a GradScaler that overflowed); the rows are counted then.
+    They are not if the upstream gradient is not finite (a GradScaler that overflowed); the rows are counted then.
     """
     n = 0
     for start in range(0, B, BLOCK):
@@ -51,9 +51,9 @@ def begin(Grad, Denominator, Scale, Steps, Go, Tally, B, PER_ROW: tl.constexpr, 
 
 @triton.jit
 def merge(Keys, Sorted, Order, n, STEPS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sorted[r], Order[r]: the r-th smallest class, and its place; equal classes in the order of their places.
+    """Sorted[r], Order[r]: the r-th smallest class and its position; a stable sort.
 
-    A key's rank is the number of smaller keys in each sorted stretch (BLOCKS of SIZE), found by halving.
+    A key's rank is the sum of the numbers of smaller keys in the sorted blocks (BLOCKS of SIZE), by bisection.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(Keys + i)
@@ -76,7 +76,7 @@ def merge(Keys, Sorted, Order, n, STEPS: tl.constexpr, BLOCKS: tl.constexpr, SIZ
 
 @triton.jit
 def at_random(x, key, place):
-    """float32 to bfloat16, up with the probability that the cut-off part says."""
+    """Stochastic rounding of float32 to bfloat16."""
     low = (bits(key, place, 0) & 0xFFFF).to(tl.uint32)
     whole = x.to(tl.uint32, bitcast=True)
     kept = ((whole + low) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -86,7 +86,7 @@ def at_random(x, key, place):
 
 @triton.jit
 def adam_move(g, First, Second, at, mask, n, log_beta1, log_beta2, rest1, rest2, rate, eps, t):
-    """Moments decayed n steps at once (see nn/_rows.py), and the step with their biases corrected; rest = 1 - beta."""
+    """Moments decayed n steps at once (see nn/_rows.py), and the bias-corrected step; rest = 1 - beta."""
     m = tl.load(First + at, mask=mask, other=0.0) * tl.exp(n * log_beta1) + rest1 * g
     v = tl.load(Second + at, mask=mask, other=0.0) * tl.exp(n * log_beta2) + rest2 * g * g
     tl.store(First + at, m, mask=mask)
@@ -100,7 +100,7 @@ def members(
     Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, first, end, k, d, in_d, S, D,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of class k at COUNT places from `first` on, before `end`, added up; and whether all were k's."""
+    """The sum of the gradients of class k at COUNT positions from `first` to `end`, and whether all are of class k."""
     at = first + tl.arange(0, COUNT)
     same = (at < end) & (tl.load(Sorted + at, mask=at < end, other=-1) == k)
     i = tl.load(Order + at, mask=same, other=0)
@@ -124,9 +124,9 @@ def sum_chunks(
     Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, Chunks, ChunksBias, S, D, n,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Chunks (n / CHUNK, D): the sums of those stretches of CHUNK places in which all belong to one class.
+    """Chunks (n / CHUNK, D): the sums of those chunks of CHUNK positions that belong to one class.
 
-    A frequent label has hundreds of places, which one program would visit one after the other.
+    A frequent label has hundreds of positions, which one program would sum sequentially.
     """
     first = tl.program_id(0) * CHUNK
     k = tl.load(Sorted + first)
@@ -143,7 +143,7 @@ def sum_chunks(
 
 @triton.jit
 def whole_chunks(Sorted, Chunks, ChunksBias, chunk, k, d, in_d, D, n, HAS_BIAS: tl.constexpr, CHUNK: tl.constexpr):
-    """The sums of the chunks of class k from `chunk` on, and the first chunk that is not all of k."""
+    """The sum of the chunks of class k from `chunk` on, and the first chunk that is not entirely of class k."""
     g = tl.zeros_like(d).to(tl.float32)
     g_bias = 0.0
     more = 1
@@ -165,9 +165,9 @@ def gradient_of(
     Sorted, Order, OfClass, OfClassBias, Chunks, ChunksBias, Hidden, AtLabel, Grad, Denominator, place, k, d, in_d, S,
     D, n, HAS_BIAS: tl.constexpr, PER_ROW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by features d of class k, whose places begin at `place`, and by its bias.
+    """The gradient by features d of class k, whose positions begin at `place`, and by its bias.
 
-    Most classes have a place or two. Of the others: those up to the next chunk, whole chunks, what is left.
+    Most classes have one or two positions. Others: positions up to the next chunk, whole chunks, the remainder.
     """
     g, g_bias, more = members(
         Sorted, Order, OfClass, OfClassBias, Hidden, AtLabel, place, n, k, d, in_d, S, D, HAS_BIAS, SPLITS, FEW
@@ -188,13 +188,13 @@ def gradient_of(
     if not PER_ROW:
         upstream = tl.load(Grad).to(tl.float32) / tl.load(Denominator)
         g, g_bias = g * upstream, g_bias * upstream
-    g = tl.where(tl.abs(g) < LARGEST, g, 0.0)  # what is not finite, or could not be squared, moves nothing
+    g = tl.where(tl.abs(g) < LARGEST, g, 0.0)  # not finite, or too large to be squared: no update
     return g, tl.where(tl.abs(g_bias) < LARGEST, g_bias, 0.0)
 
 
 @triton.jit
 def shrunk_by(square, max_norm):
-    """What a row of that square is multiplied by so that it is no longer than max_norm."""
+    """The factor that clips a row of this squared norm to max_norm."""
     return tl.minimum(max_norm / tl.sqrt(tl.maximum(square, 1e-38)), 1.0)
 
 
@@ -205,8 +205,8 @@ def measure(
     SUMS: tl.constexpr, CLIP: tl.constexpr, COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr, PER_ROW: tl.constexpr,
     SPLITS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What a block of features must know of its whole row, where that is too wide for one program's registers: how far
-    it is clipped, row-wise Adagrad's sum, the steps that it is due. One program a class, at its first place."""
+    """Per-row quantities for `update`, if a row is too wide for one program's registers: clipping factor, row-wise
+    Adagrad's accumulator, steps since the last update. One program a class, at its first position."""
     place = tl.program_id(0)
     k = tl.load(Sorted + place)
     before = tl.load(Sorted + place - 1, mask=place > 0, other=-1)
@@ -247,9 +247,9 @@ def update(
     MEASURED: tl.constexpr, HAS_BIAS: tl.constexpr, PER_ROW: tl.constexpr, ROUND: tl.constexpr,
     SPLITS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program for each place of the sorted list and block of features; it works if its class starts there.
+    """One program for each position of the sorted list and block of features; it runs if its class starts there.
 
-    What needs a whole row (`measure`) is done here where one block is the whole row.
+    If one block is the whole row, the quantities of `measure` are computed here.
     """
     place = tl.program_id(0)
     k = tl.load(Sorted + place)

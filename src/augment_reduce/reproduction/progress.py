@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 LINE_SECONDS = 60.0  # seconds between two lines about a running cell, in a log
 
 
-class Board:
+class CellProgress:
     """A context manager around the run; silent if `quiet`."""
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -34,7 +34,7 @@ class Board:
         self.over_all = self.bar.add_task("[bold]cells", total=1, note="")
         self.n_cells = self.n_done = 0
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> CellProgress:
         self.bar.start()
         return self
 
