@@ -13,7 +13,7 @@ the top few or all K classes. Three layers, top to bottom:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
+from .compiled import loops_for
 from .noise import Noise
 
 CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
@@ -93,18 +94,22 @@ class Crowd:
 
     def log_below(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G(v) of `rows` (all by default) at v (b, Q)."""
-        total = self._sum(self.noise.log_cdf, v, rows)
+        total = self._sum("log_cdf", v, rows)
         return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # the rest: inf - inf, far out in the tail
 
     def slope(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G'(v) >= 0, like `log_below`."""
-        total = self._sum(self.noise.dlog_cdf, v, rows)
+        total = self._sum("dlog_cdf", v, rows)
         return torch.where(total > -1.0, total.clamp(min=0.0), math.inf)
 
-    def _sum(self, function: Callable[[Tensor], Tensor], v: Tensor, rows: Tensor | None) -> Tensor:
+    def _sum(self, name: str, v: Tensor, rows: Tensor | None) -> Tensor:
+        """(b, Q): sum over the points of their weight times the noise's function of this name, at v - at."""
         at = self.at if rows is None else self.at[rows]
         weight = self.weight if rows is None or self.weight is None else self.weight[rows]
-        out = torch.empty_like(v)
+        loops = loops_for(self.noise)
+        if loops is not None and v.is_cpu:
+            return loops.sums(name, at, at.new_ones(()) if weight is None else weight, v)
+        out, function = torch.empty_like(v), getattr(self.noise, name)
         for part in _chunks(v.shape[1], at.numel(), v.device):
             terms = function(v[:, part, None] - at[:, None, :])
             out[:, part] = terms.sum(-1) if weight is None else (terms @ weight[:, :, None])[:, :, 0]
