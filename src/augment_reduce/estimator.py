@@ -36,7 +36,7 @@ from .config.validation import (
 )
 from .kernels.rows import MappedRows, Rows, as_rows, is_mapped
 from .kernels.threads import one_torch_thread
-from .local.remembered import LocalStep
+from .local.base import LocalStep
 from .model import predict
 from .model.compiled import compiled
 from .model.noise import Gumbel, Noise, resolve_noise

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.minibatch_groups import MinibatchGroups
 from ..model.shards import ShardGradient, ShardScored
 from ..sampling import Minibatch
-from .remembered import LocalState
+from .base import LocalState
 
 
 class Ask(NamedTuple):

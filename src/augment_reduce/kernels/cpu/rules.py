@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from ..cache import cached_njit
+from ..cache import KernelCache, cached_njit
 from ..constants import (
     ADAGRAD,
     ADAM,
@@ -235,13 +235,22 @@ class RuleKernels:
         self._generated: dict[tuple, Callable[..., Any]] = {}
 
     def generated(self, make: Callable[..., Callable[..., Any]], *settings: Any) -> Callable[..., Any]:
-        """make(steps, *settings), compiled once for these settings."""
+        """make(steps, *settings), compiled once for these settings: numbers, or compiled functions."""
         key = (make, *settings)
         if key not in self._generated:
-            suffix = "".join(f"_{each}" for each in settings)
-            compile_ = njit(**OPTIONS) if self.name is None else cached_njit(self.name + suffix, **OPTIONS)
+            names = [self.name, *map(_name_of, settings)]
+            kept = [name for name in names if name is not None]
+            compile_ = cached_njit("_".join(kept), **OPTIONS) if kept == names else njit(**OPTIONS)
             self._generated[key] = compile_(make(self.steps, *settings))
         return self._generated[key]
+
+
+def _name_of(setting: Any) -> str | None:
+    """What sets it apart from others on disk; None: a compiled function that is not kept there."""
+    if not callable(setting):
+        return str(setting)
+    cache = getattr(setting, "_cache", None)
+    return cache.function.__qualname__ if isinstance(cache, KernelCache) else None
 
 
 BUILT_IN: dict[int, tuple[Callable, int, bool, str]] = {
