@@ -65,7 +65,8 @@ _HOME = {
     "CrossFitted": "local.cross_fitting",
     "Grid": "local.grid",
     "Scalars": "kernels.cpu.scalars",
-    **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local.remembered"),
+    **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised"), "local.remembered"),
+    "StepSize": "local.base",
     **dict.fromkeys(("SectionFour", "Adagrad", "RowwiseAdagrad", "Adam"), "optim"),
 }
 

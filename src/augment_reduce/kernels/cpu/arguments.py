@@ -120,7 +120,7 @@ def buffers(n: int, U: int, G: int, dtype: np.dtype) -> list[Buffers]:
     U, G = 1 << U.bit_length(), 1 << G.bit_length()
     key = (n, U, G, dtype)
     if key not in WORK.buffers:
-        sizes = {"g": U, "c": U, "seen": U, "at": U}
+        sizes = {"g": U, "c": U, "seen": U}
         kinds = {"seen": np.dtype(np.uint8), "at": np.dtype(np.uint32)}
         WORK.buffers[key] = [
             Buffers(*(
