@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from augment_reduce.model import quadrature
+from augment_reduce.model.crowd import Crowd, bin_width
 from augment_reduce.model.noise import Gumbel, Logistic, Noise, Normal
 from augment_reduce.model.quadrature import (
-    Crowd,
-    bin_width,
     log_likelihood,
     log_likelihood_and_grad,
     log_likelihood_importance,
