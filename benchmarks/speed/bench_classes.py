@@ -19,7 +19,8 @@ import torch
 from augment_reduce.kernels.cpu import backend as cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import as_rows
-from augment_reduce.local.remembered import Clock, LocalStep, NaturalGradient
+from augment_reduce.local.base import Clock, LocalStep
+from augment_reduce.local.remembered import NaturalGradient
 from augment_reduce.model.noise import Gumbel
 from augment_reduce.optim import Adagrad
 from augment_reduce.sampling import SAMPLERS

@@ -22,8 +22,8 @@ import torch
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.data import load_dataset, random_like
 from augment_reduce.kernels.threads import num_threads
+from augment_reduce.local.base import Clock
 from augment_reduce.local.cross_fitting import CrossFitted
-from augment_reduce.local.remembered import Clock
 from augment_reduce.sharding import ClassShard, Partition, Ranks
 from augment_reduce.training.step import settle, step
 from benchmarks.common import report, row

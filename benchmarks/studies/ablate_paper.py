@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from augment_reduce import AugmentReduceClassifier
-from augment_reduce.local.remembered import NaturalGradient, Newton, Reparameterised, StepSize
+from augment_reduce.local.base import StepSize
+from augment_reduce.local.remembered import NaturalGradient, Newton, Reparameterised
 from augment_reduce.optim import SectionFour
 from augment_reduce.reproduction.evaluate import heldout_metrics
 from augment_reduce.reproduction.settings import STUDIES, Study

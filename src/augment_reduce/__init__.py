@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from .data import load_dataset
     from .estimator import AugmentReduceClassifier
     from .local.amortised import Amortised
+    from .local.base import StepSize
     from .local.cross_fitting import CrossFitted
-    from .local.remembered import NaturalGradient, Newton, Reparameterised, StepSize
+    from .local.remembered import NaturalGradient, Newton, Reparameterised
     from .model.noise import Gumbel, Logistic, Noise, Normal
     from .optim import Adagrad, Adam, RowwiseAdagrad, SectionFour
     from .persistence.files import ModelFileError
@@ -64,7 +65,8 @@ _HOME = {
     "CrossFitted": "local.cross_fitting",
     "Grid": "local.grid",
     "Scalars": "kernels.cpu.scalars",
-    **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised", "StepSize"), "local.remembered"),
+    **dict.fromkeys(("NaturalGradient", "Newton", "Reparameterised"), "local.remembered"),
+    "StepSize": "local.base",
     **dict.fromkeys(("SectionFour", "Adagrad", "RowwiseAdagrad", "Adam"), "optim"),
 }
 

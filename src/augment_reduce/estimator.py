@@ -17,7 +17,7 @@ from .classifier.predictions import Predictions
 from .config import labels, mapped
 from .config.validation import is_integer
 from .kernels.rows import as_rows
-from .local.remembered import LocalStep
+from .local.base import LocalStep
 from .model.noise import Noise
 from .optim import RowOptimizer
 from .persistence.checkpoints import check_every, checkpoints

@@ -2,7 +2,8 @@
 
 import torch
 
-from augment_reduce.local.remembered import NaturalGradient, Reparameterised, StepSize
+from augment_reduce.local.base import StepSize
+from augment_reduce.local.remembered import NaturalGradient, Reparameterised
 from augment_reduce.model.noise import Gumbel, Logistic, Normal
 
 RULES = {

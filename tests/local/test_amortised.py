@@ -13,7 +13,7 @@ from augment_reduce.kernels.cpu import backend as cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import as_rows
 from augment_reduce.local.amortised import Amortised, add_rows, products
-from augment_reduce.local.remembered import Clock
+from augment_reduce.local.base import Clock
 from augment_reduce.model.bounds import exact_softmax
 from augment_reduce.model.noise import resolve_noise
 from augment_reduce.model.quadrature import log_likelihood

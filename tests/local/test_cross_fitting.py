@@ -10,7 +10,7 @@ from scipy import sparse
 from augment_reduce import AugmentReduceClassifier, CrossFitted, Grid
 from augment_reduce.config.validation import memory_bytes
 from augment_reduce.kernels import reference
-from augment_reduce.local.remembered import Clock
+from augment_reduce.local.base import Clock
 from augment_reduce.model.bounds import (
     exact_softmax_grad,
     noise_bound,

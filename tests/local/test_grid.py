@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from augment_reduce import AugmentReduceClassifier, Grid
+from augment_reduce.local.base import Clock, StepSize
 from augment_reduce.local.grid import bound_of_best
-from augment_reduce.local.remembered import Clock, StepSize
 from augment_reduce.model import bounds, grid, quadrature
 from augment_reduce.model.compiled import compiled
 from augment_reduce.model.noise import Gumbel, Logistic, Normal

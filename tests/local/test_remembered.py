@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from augment_reduce.local.remembered import Clock, NaturalGradient, Newton, Reparameterised, StepSize, distinct_gap
+from augment_reduce.local.base import Clock, StepSize
+from augment_reduce.local.remembered import NaturalGradient, Newton, Reparameterised, distinct_gap
 from augment_reduce.model.bounds import Exponentials, log_eta_tilde, noise_bound
 from augment_reduce.model.gaussian import fit_gaussian, gaussian_nodes, newton_move
 from augment_reduce.model.noise import Gumbel, Logistic, Normal

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from augment_reduce.model import quadrature
+from augment_reduce.model import max_utility
+from augment_reduce.model.max_utility import MaxUtility, bin_width
 from augment_reduce.model.noise import Gumbel, Logistic, Noise, Normal
 from augment_reduce.model.quadrature import (
-    MaxUtility,
-    bin_width,
     log_likelihood,
     log_likelihood_and_grad,
     log_likelihood_importance,
@@ -235,7 +234,7 @@ def test_absurd_scores_give_numbers(noise, spread):
 def test_blocks_of_rows_and_chunks_of_nodes_change_nothing(monkeypatch):
     psi, labels = scores("close", 40, 30), torch.arange(40) % 30
     whole = [log_likelihood_and_grad(noise, psi, labels) for noise in (Normal(), Laplace())]
-    monkeypatch.setattr(quadrature, "CHUNK", 1500)
+    monkeypatch.setattr(max_utility, "CHUNK", 1500)
     parts = [log_likelihood_and_grad(noise, psi, labels) for noise in (Normal(), Laplace())]
     torch.testing.assert_close(parts, whole, rtol=0.0, atol=1e-12)
 

@@ -6,7 +6,7 @@ import torch
 
 from augment_reduce.kernels.cpu import backend as cpu
 from augment_reduce.kernels.cpu.math import exp, log
-from augment_reduce.local.remembered import Clock
+from augment_reduce.local.base import Clock
 from augment_reduce.model.compiled import compiled
 from augment_reduce.model.noise import Normal
 from augment_reduce.sampling import Sampled

@@ -10,7 +10,7 @@ from augment_reduce.kernels import reference
 from augment_reduce.kernels.cpu import backend as cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import as_rows
-from augment_reduce.local.remembered import Clock
+from augment_reduce.local.base import Clock
 from augment_reduce.model.noise import Gumbel, Normal
 from augment_reduce.sampling import ClassSampler, Sampled
 from augment_reduce.training.step import Problem, State, step

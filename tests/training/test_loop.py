@@ -12,7 +12,7 @@ import torch
 from augment_reduce import AugmentReduceClassifier
 from augment_reduce.kernels import reference
 from augment_reduce.kernels.cpu.order import shuffle
-from augment_reduce.local.remembered import Clock
+from augment_reduce.local.base import Clock
 from augment_reduce.training import progress
 from augment_reduce.training.loop import HISTORY
 from augment_reduce.training.order import Orders, epoch_order

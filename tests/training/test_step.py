@@ -12,7 +12,8 @@ from augment_reduce.kernels import reference
 from augment_reduce.kernels.cpu import backend as cpu
 from augment_reduce.kernels.reference import Parameters
 from augment_reduce.kernels.rows import DenseRows, SparseRows
-from augment_reduce.local.remembered import Clock, NaturalGradient, Newton, StepSize
+from augment_reduce.local.base import Clock, StepSize
+from augment_reduce.local.remembered import NaturalGradient, Newton
 from augment_reduce.model import bounds
 from augment_reduce.model.gaussian import gaussian_nodes
 from augment_reduce.model.noise import Gumbel, Logistic, Normal

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from ..local.amortised import Amortised
+from ..local.base import LocalStep, StepSize
 from ..local.cross_fitting import CrossFitted
 from ..local.grid import Grid
-from ..local.remembered import LocalStep, NaturalGradient, Newton, Reparameterised, StepSize
+from ..local.remembered import NaturalGradient, Newton, Reparameterised
 from ..model.noise import Gumbel, Noise
 from ..optim import OPTIMIZERS, Adagrad, RowOptimizer, SectionFour
 from ..sampling import AllClasses, ClassSampler, FeatureCandidates, HeadAndTail, UniformPerRow, resolve_sampler

@@ -5,6 +5,8 @@ results. Where it can do several verbs of a step in one pass it offers a class b
 
     cross_fitted_softmax(n_classes, log_floor)
     cross_fitted_grid(loops, n_classes, log_floor, nodes, smooth=...)
+    natural_gradient, reparameterised                  reduce, solve and gradient of the paper's local steps
+    step_by_rows(X, labels, e_and_m, parameters, optimizer, prior)   score to push with one of these; or None
 """
 
 from __future__ import annotations

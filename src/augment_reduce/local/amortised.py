@@ -32,8 +32,8 @@ from ..sampling import Minibatch, Sampled
 from ..sharding import Partition
 from ..support.layout import Entry, Layout
 from ..support.ranges import MOST_NODES, check_number
+from .base import Clock, LocalState, LocalStep
 from .late import LateAmortised
-from .remembered import Clock, LocalState, LocalStep
 
 OFFSET_RATE, SLOPE_RATE, LABEL_RATE = 0.3, 0.7, 0.5  # together below 2: see `Amortised.learn`
 LARGEST_RESIDUAL = 4.0  # of a softmax row without a floor

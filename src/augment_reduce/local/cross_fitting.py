@@ -31,8 +31,9 @@ from ..model.scores import ByScore, Scored
 from ..sampling import Half, Minibatch, Sampled
 from ..sharding import Partition
 from ..support.ranges import MOST_NODES, check_number
+from .base import Clock, FusedPass, LocalState, LocalStep
 from .crossed_shards import CrossFittedShards
-from .remembered import MOST_MOVES, Clock, FusedPass, LocalState, LocalStep
+from .remembered import MOST_MOVES
 
 SMALLEST = 1e-30  # eta in units of the largest term of both halves: what is below is no less hopeless, and finite
 

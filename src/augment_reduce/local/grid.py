@@ -25,8 +25,9 @@ from ..model.noise import Noise
 from ..sampling import Minibatch, Sampled
 from ..support.layout import Entry, Layout
 from ..support.ranges import MOST_NODES, check_number
+from .base import VISITS, Clock, FusedPass, LocalState, LocalStep, StepSize
 from .cross_fitting import FusedCrossFitting, different, drawn_from, from_halves, part_of
-from .remembered import SMALLEST_POSITIVE, VISITS, Clock, FusedPass, LocalState, LocalStep, StepSize
+from .remembered import SMALLEST_POSITIVE
 
 SOURCES = ("auto", "cross-fitted", "remembered")
 

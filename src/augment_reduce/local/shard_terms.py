@@ -17,7 +17,7 @@ from ..kernels.minibatch_groups import MinibatchGroups
 from ..model.shards import ShardGradient, ShardPush, ShardScored
 from ..sampling import Minibatch
 from ..sharding import ClassShard, Partition
-from .remembered import LocalState
+from .base import LocalState
 
 
 class Ask(NamedTuple):

@@ -3,7 +3,7 @@
     highest scores    each rank's k highest with their classes, and then the k highest of these
     softmax           log p_k = psi_k - log sum_k' e^{psi_k'}: the log of each rank's own sum
     other noises      eq. (5) by quadrature, where G(v) = sum_k log Phi(v - psi_k) is a sum over classes: where it is
-                      interpolated (`Crowd`), its weights at M points, 16 for every 2 or so of the range of scores;
+                      interpolated (`MaxUtility`), its weights at M points, 16 for every 2 or so of the range of scores;
                       where classes are fewer than 2 M, or the noise takes another quadrature, all scores
 
 All ranks call for the same rows in the same order, and get the same bits.
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..sharding import Partition, Ranks
-from . import quadrature
+from . import max_utility, quadrature
+from .max_utility import DEGREE, FURTHEST, MaxUtility
 from .noise import Noise
 from .predict import Columns, highest
-from .quadrature import DEGREE, FURTHEST, Crowd
 
 
 class ColumnsOverRanks(Columns):
@@ -68,11 +68,11 @@ class ColumnsOverRanks(Columns):
         if noise.conjugate:
             of_ranks = self.ranks.gather(psi.double().logsumexp(1), "log sums over classes")
             return scores - of_ranks.logsumexp(0)[:, None]
-        width = quadrature.bin_width(noise, psi.device) if noise.smooth_log_concave else None
+        width = max_utility.bin_width(noise, psi.device) if noise.smooth_log_concave else None
         if width is None:
             return quadrature.log_proba_of(noise, self.partition.whole_columns(psi), classes)
         out = torch.empty(classes.shape, dtype=torch.float64)
-        step = max(1, quadrature.CHUNK // max(512, self.n_classes))
+        step = max(1, max_utility.CHUNK // max(512, self.n_classes))
         for first in range(0, len(psi), step):
             block = slice(first, first + step)
             out[block] = self._by_quadrature(noise, psi[block], classes[block], scores[block], width)
@@ -86,12 +86,12 @@ class ColumnsOverRanks(Columns):
         if 2 * n_bins * DEGREE > self.n_classes:
             return quadrature.log_proba_of(noise, self.partition.whole_columns(psi), classes)
         own = (psi - highest[:, None]).clamp_(min=-FURTHEST)
-        crowd = CrowdOverRanks(noise, own, lowest, width, n_bins, self.ranks)
-        return quadrature.log_proba_on(crowd, scores - highest[:, None])
+        maximum = MaxUtilityOverRanks(noise, own, lowest, width, n_bins, self.ranks)
+        return quadrature.log_proba_on(maximum, scores - highest[:, None])
 
 
-class CrowdOverRanks(Crowd):
-    """A `Crowd` of all classes, from those that are here; the highest score of each row, on any rank, is zero."""
+class MaxUtilityOverRanks(MaxUtility):
+    """A `MaxUtility` of all classes, from those that are here; the highest score of each row, on any rank, is zero."""
 
     def __init__(
         self, noise: Noise, psi: Tensor, lowest: Tensor, width: float, n_bins: int, ranks: Ranks

@@ -66,7 +66,8 @@ class CompiledNoise(Noise):
         return self._each("d2log_cdf", eps)
 
     def sum_log_cdf(self, gap: Tensor, log_weight: Tensor, eps: Tensor) -> Tensor:
-        return self.loops.values(*self._finite(gap, log_weight), eps)
+        gap, log_weight = self._finite(gap, log_weight)
+        return self.loops.sums("log_cdf", gap, torch.exp(log_weight), eps)
 
     def sum_slopes(self, gap: Tensor, log_weight: Tensor, eps: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.loops.slopes(*self._finite(gap, log_weight), eps, weight)

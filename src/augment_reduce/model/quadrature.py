@@ -13,7 +13,7 @@ the top k or all K classes. Three layers:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,20 +21,14 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
+from .max_utility import MaxUtility, chunks, maxima
 from .noise import Noise
 
-CHUNK = 1 << 18  # elements of a temporary array: 2 MiB, small enough to stay in a core's cache
-DEVICE_CHUNK = 1 << 26  # on a GPU: 512 MiB, to reduce the number of launches
-BIN_WIDTHS, DEGREE = (2.0, 1.0, 0.5), 16  # of the interpolation of log Phi: widths to try, points in a bin
 DROP = 34.0  # an integrand is truncated where it is below e^-34 = 2e-15 of its peak
 FIRST_NODES, MAX_NODES = 16, 1 << 15  # the trapezoid starts with 16 intervals and doubles
-FURTHEST = 1e30  # limit of the distance below the largest score of a row
 CONVERGED = 1e-8  # change of log P between J and 2J intervals; the error of 2J is then about its square
 PANEL_TOLERANCE = 1e-11  # error of one adaptive panel, relative to the whole integral
 
-# Chebyshev points on [-1, 1], and the matrix (j, p) from sums of the polynomials T_j to weights of the points p.
-_j, _angles = np.arange(DEGREE)[:, None], np.pi * (np.arange(DEGREE) + 0.5) / DEGREE
-POINTS, TO_POINTS = np.cos(_angles), np.where(_j > 0, 2.0, 1.0) / DEGREE * np.cos(_j * _angles)
 # Gauss-Legendre nodes and weights, and the weights of the 8-node rule on every other of those nodes.
 X, RULE = legendre.leggauss(15)
 COARSE_RULE = np.zeros_like(RULE)
@@ -49,100 +43,6 @@ class Nodes(NamedTuple):
     log_weight: Tensor
 
 
-class MaxUtility:
-    """The largest utility of each row, by its log CDF G(v) = sum_k log Phi(v - psi_k).
-
-    As a function of psi, log Phi(v - psi) is smooth. So scores are binned, with 16 Chebyshev points a bin, and each
-    class is distributed over the points of its bin with the weights of polynomial interpolation: G is then a weighted
-    sum over the M points `at`, independent of K. `spread` is the transpose, from values at the points to the classes.
-    Without binning (at = psi) if that is not cheaper, or if no width is accurate for this noise (`bin_width`).
-    """
-
-    def __init__(self, noise: Noise, psi: Tensor, width: float | None) -> None:
-        self.noise, self.psi = noise, psi
-        self.low, self.top = psi.amin(1), psi.amax(1)
-        self.at: Tensor = psi
-        self.weight: Tensor | None = None
-        self.width = width or math.inf
-        self.n_bins = int((self.top - self.low).max() / self.width) + 1
-        if width and 2 * self.n_bins * DEGREE <= psi.shape[1]:
-            self.at, self.weight = self.points(), self.weights_of_points()
-
-    def points(self) -> Tensor:
-        """(B, M)"""
-        offset = self.psi.new_tensor(np.arange(self.n_bins)[:, None] + (POINTS + 1.0) / 2.0).flatten()
-        return (self.low[:, None] + self.width * offset).minimum(self.top[:, None] + self.width)
-
-    def weights_of_points(self) -> Tensor:
-        """(B, M), a sum over the classes."""
-        moments = self.psi.new_zeros(DEGREE, len(self.psi), self.n_bins)
-        for moment, (bins, polynomial) in zip(moments, self._basis(), strict=True):
-            moment.scatter_add_(1, bins, polynomial)
-        return (moments.permute(1, 2, 0) @ self.psi.new_tensor(TO_POINTS)).flatten(1)
-
-    def _basis(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its position in the
-        bin."""
-        place = (self.psi - self.low[:, None]) / self.width
-        bins = place.floor().clamp_(max=self.n_bins - 1).long()
-        x = 2.0 * (place - bins) - 1.0
-        old, new = x, torch.ones_like(x)  # T_-1 = T_1
-        for _ in range(DEGREE):
-            yield bins, new
-            old, new = new, 2.0 * x * new - old
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Values at the points `at` (B, M) to the classes (B, K): polynomial interpolation in each bin."""
-        if self.weight is None:
-            return values
-        coefficients = values.unflatten(1, (self.n_bins, DEGREE)) @ values.new_tensor(TO_POINTS.T)
-        total = torch.zeros_like(self.psi)
-        for coefficient, (bins, polynomial) in zip(coefficients.unbind(2), self._basis(), strict=True):
-            total.addcmul_(coefficient.gather(1, bins), polynomial)
-        return total
-
-    def log_below(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        """G(v) of `rows` (all by default) at v (b, Q)."""
-        total = self._sum(self.noise.log_cdf, v, rows)
-        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # else: inf - inf, far in the tail
-
-    def slope(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        """G'(v) >= 0, like `log_below`."""
-        total = self._sum(self.noise.dlog_cdf, v, rows)
-        return torch.where(total > -1.0, total.clamp(min=0.0), math.inf)
-
-    def _sum(self, function: Callable[[Tensor], Tensor], v: Tensor, rows: Tensor | None) -> Tensor:
-        at = self.at if rows is None else self.at[rows]
-        weight = self.weight if rows is None or self.weight is None else self.weight[rows]
-        out = torch.empty_like(v)
-        for part in _chunks(v.shape[1], at.numel(), v.device):
-            terms = function(v[:, part, None] - at[:, None, :])
-            out[:, part] = terms.sum(-1) if weight is None else (terms @ weight[:, :, None])[:, :, 0]
-        return out
-
-    def log_integrand(self, v: Tensor, s: Tensor, log_below: Tensor) -> Tensor:
-        """log of r(v - s) e^{G(v)}, given G(v); -inf where Phi and with it e^G vanish (-inf minus -inf)."""
-        log_ratio = self.noise.log_prob(v - s) - self.noise.log_cdf(v - s)
-        return torch.nan_to_num(log_ratio + log_below, nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-
-
-def _chunks(length: int, elements: int, device: torch.device) -> Iterator[slice]:
-    """Slices of an axis, for temporary arrays with `elements` for each position on it."""
-    step = max(1, (CHUNK if device.type == "cpu" else DEVICE_CHUNK) // max(1, elements))
-    return (slice(start, start + step) for start in range(0, length, step))
-
-
-def bin_width(noise: Noise, device: torch.device) -> float | None:
-    """The widest bins over which `MaxUtility` interpolates log Phi of this noise to 1e-12, by evaluating the error."""
-    v = torch.linspace(-40.0, 42.0, 411, dtype=torch.float64, device=device)[None]
-    for width in BIN_WIDTHS:
-        psi = torch.linspace(0.0, 0.99 * width, 2 * DEGREE, dtype=torch.float64, device=device)[None]
-        rough, truth = MaxUtility(noise, psi, width).log_below(v), MaxUtility(noise, psi, None).log_below(v)
-        if ((rough - truth).abs() <= 1e-12 * (1.0 + truth.abs())).all():  # NaN counts as no
-            return width
-    return None
-
-
 def grid_for(maximum: MaxUtility, s: Tensor) -> list[Nodes]:
     """Nodes that integrate r(v - s) e^{G(v)} for every score s (B, C) of a row; each row is in one of the groups."""
     return _trapezoid(maximum, s) if maximum.noise.smooth_log_concave else [_panels(maximum, s)]
@@ -151,7 +51,7 @@ def grid_for(maximum: MaxUtility, s: Tensor) -> list[Nodes]:
 def _log_sum(maximum: MaxUtility, v: Tensor, log_weight: Tensor, s: Tensor) -> Tensor:
     """log P(s) on given nodes: v, log_weight (b, Q), s (b, C) -> (b, C)."""
     total = torch.full_like(s, -math.inf)
-    for part in _chunks(v.shape[1], s.numel(), v.device):
+    for part in chunks(v.shape[1], s.numel(), v.device):
         terms = maximum.log_integrand(v[:, part, None], s[:, None, :], log_weight[:, part, None])
         total = torch.logaddexp(total, terms.logsumexp(1))
     return total
@@ -272,7 +172,7 @@ def _measure(maximum: MaxUtility, s: Tensor, rows: Tensor, ends: Tensor) -> list
     half = 0.5 * (ends[:, 1:] - ends[:, :1])
     v = ends[:, :1] + half * (1.0 + x)
     log_weight, log_f = torch.empty_like(v), torch.empty_like(v)
-    for part in _chunks(len(rows), len(x) * max(maximum.at.shape[1], s.shape[1]), s.device):
+    for part in chunks(len(rows), len(x) * max(maximum.at.shape[1], s.shape[1]), s.device):
         log_weight[part] = maximum.log_below(v[part], rows[part]) + torch.log(half[part])
         each = maximum.log_integrand(v[part, :, None], s[rows[part], None, :], log_weight[part, :, None])
         log_f[part] = each.logsumexp(-1)
@@ -294,17 +194,6 @@ def _padded(maximum: MaxUtility, rows: Tensor, v: Tensor, log_weight: Tensor) ->
     all_log_weight = torch.full_like(all_v, -math.inf)
     all_v[rows, place], all_log_weight[rows, place] = v[order], log_weight[order]
     return Nodes(torch.arange(len(all_v), device=rows.device), all_v.flatten(1), all_log_weight.flatten(1))
-
-
-def _maxima(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, MaxUtility]]:
-    """The rows in blocks of bounded memory, in float64.
-
-    Only differences matter, so the largest score of each row is subtracted: float64 cannot resolve a grid at 1e30.
-    """
-    width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
-    for block in _chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: for the nodes, if there are few classes
-        scores = psi[block].double()
-        yield block, MaxUtility(noise, (scores - scores.amax(1, keepdim=True)).clamp_(min=-FURTHEST), width)
 
 
 def _check(psi: Tensor, classes: Tensor) -> None:
@@ -332,17 +221,17 @@ def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor, *, closed_form: boo
     if closed_form and noise.conjugate:
         return psi.double().gather(1, classes) - psi.double().logsumexp(1, keepdim=True)
     out = torch.empty(classes.shape, dtype=torch.float64, device=psi.device)
-    for block, crowd in _crowds(noise, psi):
-        out[block] = log_proba_on(crowd, crowd.psi.gather(1, classes[block]))
+    for block, maximum in maxima(noise, psi):
+        out[block] = log_proba_on(maximum, maximum.psi.gather(1, classes[block]))
     return out
 
 
 @torch.no_grad()
-def log_proba_on(crowd: Crowd, s: Tensor) -> Tensor:
+def log_proba_on(maximum: MaxUtility, s: Tensor) -> Tensor:
     """log P(s), (B, C), of classes with these scores."""
     out = torch.empty_like(s)
-    for rows, v, log_weight in grid_for(crowd, s):
-        out[rows] = _log_sum(crowd, v, log_weight, s[rows])
+    for rows, v, log_weight in grid_for(maximum, s):
+        out[rows] = _log_sum(maximum, v, log_weight, s[rows])
     return out
 
 
@@ -365,14 +254,14 @@ def log_likelihood_and_grad(noise: Noise, psi: Tensor, labels: Tensor) -> tuple[
         return log_p.gather(1, label)[:, 0], (-log_p.exp()).scatter_add_(1, label, torch.ones_like(log_p[:, :1]))
     value = torch.empty(len(psi), dtype=torch.float64, device=psi.device)
     grad = torch.empty(psi.shape, dtype=torch.float64, device=psi.device)
-    for block, maximum in _maxima(noise, psi):
+    for block, maximum in maxima(noise, psi):
         s, hazard = maximum.psi.gather(1, label[block]), torch.zeros_like(maximum.at)
         for rows, v, log_weight in grid_for(maximum, s):
             log_f = maximum.log_integrand(v, s[rows], log_weight)
             value[block][rows] = log_p = log_f.logsumexp(1)
             density = torch.exp(log_f - log_p[:, None])
             v = torch.where(density > 0.0, v, v.gather(1, density.argmax(1, keepdim=True)))  # no 0 * inf below
-            for part in _chunks(v.shape[1], len(rows) * maximum.at.shape[1], v.device):
+            for part in chunks(v.shape[1], len(rows) * maximum.at.shape[1], v.device):
                 ratio = noise.dlog_cdf(v[:, part, None] - maximum.at[rows, None, :])
                 hazard[rows] += (density[:, None, part] @ ratio)[:, 0]
         others = maximum.spread(hazard).scatter(1, label[block], 0.0)
@@ -388,7 +277,7 @@ def grid_of_gaps(noise: Noise, gap: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
     once: log p = log sum_q exp(log phi(eps_q) + log weight_q + sum_q).
     """
     psi = gap.masked_fill(gap == -math.inf, 0.0)
-    for block, maximum in _maxima(noise, psi):
+    for block, maximum in maxima(noise, psi):
         s = -psi[block].double().amax(1, keepdim=True)
         for rows, v, log_weight in grid_for(maximum, s):
             eps, below = v - s[rows], maximum.log_below(v, rows)
@@ -409,7 +298,7 @@ def log_proba(noise: Noise, psi: Tensor) -> Tensor:
     if noise.conjugate:
         return psi.double().log_softmax(1)
     out = torch.empty(psi.shape, dtype=torch.float64, device=psi.device)
-    for block, maximum in _maxima(noise, psi):
+    for block, maximum in maxima(noise, psi):
         log_p = torch.empty_like(maximum.at)
         for rows, v, log_weight in grid_for(maximum, maximum.at):
             log_p[rows] = _log_sum(maximum, v, log_weight, maximum.at[rows])
@@ -432,7 +321,7 @@ def log_likelihood_importance(
     phi(eps) prod_{k != y} Phi(eps - gap_k) / N(eps; mean, std^2). No clipping. Its exponential is unbiased."""
     _check(psi, labels[:, None])
     out = torch.empty(len(psi), dtype=torch.float64, device=psi.device)
-    for block, maximum in _maxima(noise, psi):
+    for block, maximum in maxima(noise, psi):
         s = maximum.psi.gather(1, labels[block, None])
         u = torch.randn(len(s), n_samples, generator=generator, dtype=s.dtype, device=generator.device).to(s.device)
         v = s + mean + std * u

@@ -125,20 +125,27 @@ def push(
     pair's share of the prior.
     """
     sampled, pairs = scored.sampled, scored.pairs
-    share = None
-    if prior is not None:
-        share = torch.exp(sampled.log_weight).expand_as(grad_gap) * prior_scale
-        share = share if sampled.mask is None else share.masked_fill_(sampled.mask, 0.0)
     if pairs is not None:
+        share = pair_shares(sampled, grad_gap, prior_scale) if prior is not None and prior.in_shares else None
         grad = kernels.with_label(grad_gap, row_scale)
-        if share is not None:
-            share = F.pad(share, (1, 0), value=prior_scale)
         kernels.push_pairs(X, scored.rows, pairs, grad, share, parameters, optimizer, t, prior)
         return
+    share = shares_of(sampled, grad_gap, prior_scale) if prior is not None and prior.in_shares else None
     grad = grad_gap * (row_scale[:, None] if isinstance(row_scale, Tensor) else row_scale)
     shares = None if share is None else scored.groups.added(share)
     by_score = ByScore(scored.groups.added(grad), grad.sum(dim=1).neg_(), shares, None, 0)
     push_groups(kernels, X, scored, by_score, prior_scale, parameters, optimizer, t, prior)
+
+
+def shares_of(sampled: Sampled, like: Tensor, prior_scale: float) -> Tensor:
+    """(B, S): what the pairs of the sampled classes feel of the prior, for gaps like these."""
+    share = torch.exp(sampled.log_weight).expand(like.shape) * prior_scale
+    return share if sampled.mask is None else share.masked_fill_(sampled.mask, 0.0)
+
+
+def pair_shares(sampled: Sampled, like: Tensor, prior_scale: float) -> Tensor:
+    """(B, 1 + S): the same with the label's first."""
+    return F.pad(shares_of(sampled, like, prior_scale), (1, 0), value=prior_scale)
 
 
 class ByScore(NamedTuple):

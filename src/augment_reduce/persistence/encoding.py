@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..config.defaults import LOCAL_STEPS, resolve_dtype
-from ..local.remembered import StepSize
+from ..local.base import StepSize
 from ..model.noise import NOISES
 from ..optim import OPTIMIZERS
 from ..sampling import RENAMED, SAMPLERS

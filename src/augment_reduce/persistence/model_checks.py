@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.defaults import LOCAL_STEPS, Shape, resolve
 from ..config.validation import check_parameters
-from ..local.remembered import LocalStep
+from ..local.base import LocalStep
 from ..model.noise import resolve_noise
 from ..optim import Adam, RowOptimizer
 from ..sampling import SAMPLERS, ClassSampler

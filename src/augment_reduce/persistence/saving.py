@@ -27,7 +27,7 @@ from torch import Tensor
 from .._version import __version__
 from ..config.features import FeatureScaling
 from ..kernels.protocol import Parameters
-from ..local.remembered import Clock
+from ..local.base import Clock
 from ..sharding import Partition
 from ..support.atomic import target_of
 from ..training.cross_validation import Found

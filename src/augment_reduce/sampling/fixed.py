@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import ClassVar, Self
@@ -36,12 +37,18 @@ class UniformPerRow(ClassSampler):
     def draw(self, labels: Tensor, size: int, *, generator: torch.Generator, dtype: torch.dtype) -> Sampled:
         uniforms = many_uniforms(len(labels), size, generator)
         classes = self._draw_without_replacement(uniforms, self.n_classes - 1, labels)
-        log_weight = torch.full((), math.log((self.n_classes - 1) / size), dtype=dtype)
-        return Sampled(classes, log_weight, mask=None, distinct=True)
+        return Sampled(classes, one_weight((self.n_classes - 1) / size, dtype), mask=None, distinct=True)
 
     def draw_halves(self, minibatch: Minibatch, size: int, *, generator: torch.Generator) -> Sampled:
         sampled = self.draw_for(minibatch, size, generator=generator)
         return whole(sampled) if size == self.n_classes - 1 else cut_in_two(sampled, self.n_classes - 1, generator)
+
+
+@functools.lru_cache(maxsize=16)
+def one_weight(omega: float, dtype: torch.dtype) -> Tensor:
+    """log omega, the same tensor at every step."""
+    with torch.inference_mode(False):  # it may be needed where there are gradients
+        return torch.tensor(math.log(omega), dtype=dtype)
 
 
 class UniformShared(ClassSampler):

@@ -16,7 +16,12 @@ def all_finite(psi: Tensor) -> bool:
 def check_finite(*scores: Tensor) -> None:
     """FloatingPointError with advice if scores have diverged."""
     if not all(all_finite(psi) for psi in scores):
-        raise FloatingPointError(
-            "The scores stopped being finite: the weights have diverged. Lower learning_rate, scale the features to "
-            "about 1, or set a prior_variance."
-        )
+        raise not_finite()
+
+
+def not_finite() -> FloatingPointError:
+    """What to do about weights that ran away."""
+    return FloatingPointError(
+        "The scores stopped being finite: the weights have diverged. Lower learning_rate, scale the features to "
+        "about 1, or set a prior_variance."
+    )

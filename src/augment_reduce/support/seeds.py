@@ -28,7 +28,7 @@ def mix(seed: int, stream: int, count: int) -> int:
 
 def draw_seed(generator: torch.Generator | None) -> int:
     """A seed from one number of the generator."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def many_uniforms(B: int, S: int, generator: torch.Generator | None) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..config.defaults import Settings, relative_variance
-from ..local.remembered import Clock
+from ..local.base import Clock
 from ..model.noise import Gumbel
 from .direct import PRECISE, Basis, Objective, Solution, solve
 from .fit import Fitted, TrainingRows, count, threads

@@ -25,7 +25,7 @@ from ..kernels.cpu.row_groups import NONE, RowGroups, split_groups
 from ..kernels.protocol import Parameters
 from ..kernels.rows import Rows
 from ..kernels.threads import default_threads, num_threads, one_torch_thread
-from ..local.remembered import Clock, LocalState
+from ..local.base import Clock, LocalState
 from ..model.scores import kernels_for
 from ..optim import Prior, RowOptimizer
 from ..sampling import ClassSampler, TrainingData
@@ -455,6 +455,10 @@ def make_problem(fitted: Fitted, settings: Settings, rows: TrainingRows, active:
     if problem.local is not None and fitted.partition is None:
         problem.local = problem.local.on(kernels, settings.noise)
         problem.fused = problem.local.fused(kernels, settings.noise, fitted.n_classes)
+        if not problem.sampler.observes:
+            problem.fused_step = problem.local.fused_step(
+                kernels, settings.noise, X, problem.labels, fitted.parameters, problem.optimizer, prior
+            )
     elif problem.local is not None and fitted.partition is not None:
         problem.shard_pass = problem.local.over_ranks(settings.noise, fitted.partition)
     return problem

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.cache import compile_seconds
-from ..local.remembered import Clock
+from ..local.base import Clock
 from ..support.seeds import mix
 from .order import orders_of
 from .progress import TrainingProgress

@@ -11,16 +11,15 @@ Training updates `State` in place (its arrays are large).
 Where other processes have some of the classes (`Problem.partition`) a step scores and pushes those that are here, and
 `reduce` adds up the sums of all (`OverRanks`), or a pass does with one all-reduce (`LocalStep.over_ranks`).
 
-`reduce`, `solve` and `gradient` belong to the local step (`local`, `crossed`, `amortised`), in torch operations. Where
-the backend can do the three in one pass over the scores, the local step finds it (`LocalStep.fused`): the same numbers
-up to rounding.
+`reduce`, `solve` and `gradient` belong to the local step (`local`), in torch operations. Where the backend can do the
+three in one pass over the scores, the local step finds it (`LocalStep.fused`): the same numbers up to rounding. Where
+it can go from the scores to the push (`LocalStep.fused_step`): the very same numbers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from torch import Tensor
 from ..kernels.minibatch_groups import MinibatchGroups
 from ..kernels.protocol import Parameters
 from ..kernels.rows import Rows
-from ..local.remembered import Clock, FusedPass, LocalState, LocalStep, ShardPass
+from ..local.base import Clock, FusedPass, FusedStep, LocalState, LocalStep, ShardPass
 from ..local.shard_terms import Ask, Ready
 from ..model import bounds
 from ..model.noise import Noise
@@ -40,7 +39,7 @@ from ..model.over_ranks import OverRanks
 from ..model.scores import Scored, push, push_groups, score
 from ..model.shards import ShardScored, push_shard, score_shard
 from ..optim import Prior, RowOptimizer
-from ..sampling import ClassSampler, Minibatch
+from ..sampling import ClassSampler, Minibatch, Sampled
 from ..sharding import ClassShard, Partition
 
 
@@ -64,6 +63,7 @@ class Problem:
     # for every row of X: those of the same number have the same features, and come together
     row_group: np.ndarray | None = None
     fused: FusedPass | None = None  # reduce, solve and gradient in one pass of the backend, where it has one
+    fused_step: FusedStep | None = None  # score, reduce, solve, gradient and push in one pass, where it has one
     partition: Partition | None = None  # where other processes have some of the classes
     shard_pass: ShardPass | None = None  # reduce, solve and gradient over ranks with one all-reduce a step
 
@@ -114,32 +114,61 @@ def step(
     if problem.shard_pass is not None:
         rows = rows.copy()  # they may be needed in the next step, when the order of an epoch has been written anew
     index = torch.from_numpy(rows)
-    minibatch = as_minibatch(problem, state, rows, problem.labels[index])
-    scored = draw_and_score(problem, state, minibatch, generator)
+    minibatch = as_minibatch(problem, state, rows, problem.labels.index_select(0, index))
     per_row = problem.n_rows / len(rows)  # N / B: the minibatch stands for all rows, the last short one too
-    row_scale = per_row if problem.sample_weight is None else problem.sample_weight[index] * per_row
-    move = (state.parameters, problem.optimizer, clock.iteration, problem.prior)
-
-    wanted = {"want_bound": want_bound, "want_shares": problem.prior is not None and problem.prior.in_shares}
-
-    if problem.shard_pass is not None:
-        state.mark.torn = True
-        with diverged(state):
-            ready = problem.shard_pass(Ask(minibatch, scored, state.local, row_scale, per_row, **wanted))
-        bound, floor_hits = push_ready(problem, state, ready, clock)
-    elif problem.fused is not None and problem.fused.serves(scored.sampled) and not problem.sampler.observes:
-        found = problem.fused(scored, row_scale, per_row, **wanted)
-        bound, floor_hits = found.bound, found.floor_hits
-        state.mark.torn = True  # until whoever asked for the step has taken note of it
-        push_groups(problem.kernels, problem.X, scored, found, per_row, *move)
-    else:
-        grad, bound, floor_hits = gradient_by_gap(problem, state, minibatch, scored, clock, generator, want_bound)
-        state.mark.torn = True
-        push_gaps = push if problem.partition is None else functools.partial(push_shard, problem.partition)
-        push_gaps(problem.kernels, problem.X, scored, grad, row_scale, per_row, *move)
-        problem.sampler.observe(minibatch, scored.sampled, grad)
+    row_scale = per_row if problem.sample_weight is None else problem.sample_weight.index_select(0, index) * per_row
+    try:
+        sampled = draw(problem, minibatch, generator)
+        fused = problem.fused_step is not None and problem.fused_step.serves(sampled, len(rows))
+        go_on = by_fused_step if fused else by_verbs
+        bound, floor_hits = go_on(problem, state, minibatch, sampled, row_scale, clock, generator, want_bound)
+    except FloatingPointError as error:  # scores are no longer finite
+        raise FloatingPointError(f"After iteration {state.clock.iteration}: {error}") from None
     state.clock = clock  # last: a step that failed has not happened
     return state, StepInfo(bound, floor_hits)
+
+
+def by_verbs(
+    problem: Problem, state: State, minibatch: Minibatch, sampled: Sampled, row_scale: Tensor | float, clock: Clock,
+    generator: torch.Generator, want_bound: bool,
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    """score, reduce, solve, gradient, push"""
+    scored = score_for(problem, minibatch, sampled)
+    per_row = problem.n_rows / len(minibatch.rows)
+    move = (state.parameters, problem.optimizer, clock.iteration, problem.prior)
+    wanted = {"want_bound": want_bound, "want_shares": problem.prior is not None and problem.prior.in_shares}
+    if problem.shard_pass is not None:
+        state.mark.torn = True
+        ready = problem.shard_pass(Ask(minibatch, scored, state.local, row_scale, per_row, **wanted))
+        return push_ready(problem, state, ready, clock)
+    if problem.fused is not None and problem.fused.serves(scored.sampled) and not problem.sampler.observes:
+        found = problem.fused(scored, row_scale, per_row, **wanted)
+        state.mark.torn = True  # until whoever asked for the step has taken note of it
+        push_groups(problem.kernels, problem.X, scored, found, per_row, *move)
+        return found.bound, found.floor_hits
+    grad, bound, floor_hits = gradient_by_gap(problem, state, minibatch, scored, clock, generator, want_bound)
+    state.mark.torn = True
+    push_gaps = push if problem.partition is None else functools.partial(push_shard, problem.partition)
+    push_gaps(problem.kernels, problem.X, scored, grad, row_scale, per_row, *move)
+    problem.sampler.observe(minibatch, scored.sampled, grad)
+    return bound, floor_hits
+
+
+def by_fused_step(
+    problem: Problem, state: State, minibatch: Minibatch, sampled: Sampled, row_scale: Tensor | float, clock: Clock,
+    generator: torch.Generator, want_bound: bool,
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    """All verbs but the draw in one pass of the backend."""
+    assert problem.fused_step is not None
+    state.mark.torn = True
+    try:
+        return problem.fused_step(
+            minibatch, sampled, state.local, row_scale, problem.n_rows / len(minibatch.rows), clock=clock,
+            generator=generator, want_bound=want_bound,
+        )  # fmt: skip
+    except (FloatingPointError, ValueError):  # nothing has moved
+        state.mark.torn = False
+        raise
 
 
 def push_ready(problem: Problem, state: State, ready: Ready | None, clock: Clock) -> tuple[Tensor | None, int]:
@@ -184,21 +213,10 @@ def gradient_by_gap(
         first_visits(problem, state, minibatch, generator)
     state.mark.torn = True
     assert scored.psi_y is not None
-    with diverged(state):
-        bound, grad, floor_hits = problem.local.both_steps(
-            minibatch, scored.psi_y[:, 0], state.local, problem.noise_of_steps, gap, sampled, clock, generator,
-            want_bound,
-        )  # fmt: skip
+    bound, grad, floor_hits = problem.local.both_steps(
+        minibatch, scored.psi_y[:, 0], state.local, problem.noise_of_steps, gap, sampled, clock, generator, want_bound
+    )
     return grad, bound, floor_hits
-
-
-@contextlib.contextmanager
-def diverged(state: State) -> Iterator[None]:
-    """Says after which iteration the scores were no longer finite."""
-    try:
-        yield
-    except FloatingPointError as error:
-        raise FloatingPointError(f"After iteration {state.clock.iteration}: {error}") from None
 
 
 def as_minibatch(problem: Problem, state: State, rows: np.ndarray, labels: Tensor) -> Minibatch:
@@ -208,17 +226,20 @@ def as_minibatch(problem: Problem, state: State, rows: np.ndarray, labels: Tenso
     return Minibatch(problem.X, rows, labels, state.parameters, problem.kernels, state.clock.iteration, groups, K)
 
 
-def draw_and_score(problem: Problem, state: State, minibatch: Minibatch, generator: torch.Generator) -> Any:
-    """Sampled classes for these rows, with their scores: `Scored`, or `ShardScored` of the classes that are here."""
-    with diverged(state):
-        in_halves = problem.local is not None and problem.local.takes_halves
-        draw = problem.sampler.draw_halves if in_halves else problem.sampler.draw_for
-        sampled = draw(minibatch, problem.n_sampled, generator=generator)
-        what = (problem.kernels, problem.X, minibatch.rows, minibatch.labels, sampled, state.parameters)
-        if problem.partition is None:
-            return score(*what, minibatch.groups)
-        with_labels = problem.shard_pass is None or problem.shard_pass.needs_label_scores
-        return score_shard(*what, problem.partition, minibatch.groups, with_labels=with_labels)
+def draw(problem: Problem, minibatch: Minibatch, generator: torch.Generator) -> Sampled:
+    """Sampled classes for these rows."""
+    in_halves = problem.local is not None and problem.local.takes_halves
+    draw_for = problem.sampler.draw_halves if in_halves else problem.sampler.draw_for
+    return draw_for(minibatch, problem.n_sampled, generator=generator)
+
+
+def score_for(problem: Problem, minibatch: Minibatch, sampled: Sampled) -> Any:
+    """The scores of these rows' labels and sampled classes: `Scored`, or `ShardScored` of the classes that are here."""
+    what = (problem.kernels, problem.X, minibatch.rows, minibatch.labels, sampled, minibatch.parameters)
+    if problem.partition is None:
+        return score(*what, minibatch.groups)
+    with_labels = problem.shard_pass is None or problem.shard_pass.needs_label_scores
+    return score_shard(*what, problem.partition, minibatch.groups, with_labels=with_labels)
 
 
 def first_visits(problem: Problem, state: State, minibatch: Minibatch, generator: torch.Generator) -> None:
@@ -229,7 +250,7 @@ def first_visits(problem: Problem, state: State, minibatch: Minibatch, generator
     if not new.any():
         return
     of_new = as_minibatch(problem, state, minibatch.rows[new.numpy()], minibatch.labels[new])
-    scored = draw_and_score(problem, state, of_new, generator)
+    scored = score_for(problem, of_new, draw(problem, of_new, generator))
     state.mark.torn = True
     local.start(state.local, index[new], problem.noise_of_steps, scored.gaps(), scored.sampled.log_weight)
 

@@ -10,9 +10,10 @@ import pytest
 from numba.core.registry import cpu_target
 
 from augment_reduce.kernels.constants import PRIOR_NONE, SECTION4
-from augment_reduce.kernels.cpu import backend as cpu
+from augment_reduce.kernels.cpu import arguments
 from augment_reduce.kernels.cpu.batch import read_only
-from augment_reduce.kernels.cpu.dense import LANES, before_a_line, has_fma
+from augment_reduce.kernels.cpu.dense import before_a_line
+from augment_reduce.kernels.cpu.lanes import LANES, has_fma
 from augment_reduce.kernels.cpu.push import AT_A_TIME, push_groups
 from augment_reduce.kernels.cpu.rules import kernels_of
 from augment_reduce.kernels.cpu.scores import pairs_dense
@@ -145,7 +146,7 @@ def test_sums_are_the_same_wherever_rows_lie_and_those_of_one_pair_after_the_oth
         for p in range(start[k], start[k + 1]):
             g = g + grad[order[p]] * x[at[row[p]]]
         expected[k] += g
-    few = tuple(cpu._buffers(1, D, K, np.dtype(np.float32))[0])
+    few = tuple(arguments.buffers(1, D, K, np.dtype(np.float32))[0])
     for offset in range(LANES):
         moved, state = w.copy(), np.zeros_like(w)
         arrays = (moved, state, none.reshape(1, 0), bias, np.zeros(K, number), none, none, number(0))

@@ -18,7 +18,7 @@ from augment_reduce.kernels.cpu import row_groups as groups_kernels
 from augment_reduce.kernels.cpu import softmax_groups
 from augment_reduce.kernels.minibatch_groups import MinibatchGroups
 from augment_reduce.kernels.rows import as_rows
-from augment_reduce.local.remembered import Clock
+from augment_reduce.local.base import Clock
 from augment_reduce.model.compiled import compiled
 from augment_reduce.model.noise import resolve_noise
 from augment_reduce.optim import Adagrad, Adam, Prior

@@ -11,27 +11,28 @@ CSR rows must not hold a feature twice; explicit zeros are fine.
 from __future__ import annotations
 
 import math
-import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..constants import PRIOR_NONE, PRIOR_UNBIASED
 from ..protocol import Parameters, Prior, RowOptimizer
 from ..rows import DenseRows, MappedDenseRows, Rows, SparseRows
 from . import classes as classes_kernels
 from . import paper_steps, products
 from . import push as push_kernels
 from . import scores as scores_kernels
+from .arguments import arrays_of, bias_sums, buffers, contiguous, in_shares, rule_kernels, rule_of, values_of
 from .batch import Batch, in_place, load
+from .by_rows import StepByRows
 from .classes import check_classes, group_by_class
 from .cross_fitted import CrossFittedGrid, CrossFittedSoftmax
-from .door import check_classes_fit, check_pairs_fit, check_rows_fit, check_shapes, check_states_fit
+from .door import check_classes_fit, check_pairs_fit, check_rows_fit, check_shapes
+from .few_weights import line_of, push_rows
 from .lanes import LANES
-from .quarters import PARTS, line_of, push_quarters
-from .rules import RuleKernels, kernels_of, push_biases
-from .types import Array, Arrays, Buffers, Csr, Groups, Rule
+from .rules import RuleKernels, push_biases
+from .types import Array, Arrays, Csr, Groups, Rule
 from .work import WORK, run, split
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "push_shared",
     "reparameterised",
     "shared_scores",
+    "step_by_rows",
     "uniforms",
     "with_label",
 ]  # fmt: skip
@@ -56,23 +58,6 @@ NO_LABELS = np.empty(0, np.int64)
 FEW_CLASSES = 2**11
 PAIRS_A_CLASS = 1  # from so many on biases are summed row by row
 FEW_WEIGHTS = 2**15  # entries of K x D whose gradient stays in the second cache: no need to go class by class
-
-
-def _in_place(name: str, t: Tensor) -> Array:
-    """The tensor's own memory."""
-    if not (t.is_cpu and t.is_contiguous()):
-        raise ValueError(
-            f"Expected {name} contiguous and on the CPU, found strides {t.stride()} on {t.device}; use .contiguous()."
-        )
-    return t.detach().numpy() if t.requires_grad else t.numpy()
-
-
-def _values(t: Tensor, dtype: torch.dtype) -> Array:
-    if t.requires_grad:
-        t = t.detach()
-    if t.dtype != dtype:
-        t = t.to(dtype)
-    return (t if t.is_contiguous() else t.contiguous()).numpy()
 
 
 def few_weights(X: Rows, weight: Tensor | Array) -> bool:
@@ -92,15 +77,28 @@ def _read_in_place(X: Rows, rows: Array, weight: Array) -> tuple[Array, Array] |
     return None if x is None else (x, rows)
 
 
+def step_by_rows(
+    X: Rows, labels: Tensor, e_and_m: Callable[..., int], parameters: Parameters, optimizer: RowOptimizer,
+    prior: Prior | None,
+) -> StepByRows | None:  # fmt: skip
+    """Score to push in one pass, for classes of each row, by one of `paper_steps`; None where going row by row is not
+    the fastest way, or rows cannot be read where they lie."""
+    weight = contiguous("weight", parameters.weight)
+    x = in_place(X, NO_LABELS, weight.dtype) if few_weights(X, weight) else None
+    if x is None:
+        return None
+    return StepByRows(x, values_of(labels, torch.int64), e_and_m, parameters, optimizer, prior)
+
+
 def pair_scores(
     X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor, own_rows: Array | None = None
 ) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[b, c]] + bias[classes[b, c]]"""
-    w, beta, pairs = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    w, beta, pairs = contiguous("weight", weight), contiguous("bias", bias), values_of(classes, torch.int64)
     check_rows_fit(X, rows, w, beta)
     check_pairs_fit(pairs, rows, own_rows)
     out = np.empty(pairs.shape, w.dtype)
-    read = _read_in_place(X, rows, w)
+    read = _read_in_place(X, rows, w) if pairs.size else None
     if read is not None:
         x, rows = read
         check_classes(pairs, len(w))
@@ -120,7 +118,7 @@ def pair_scores(
 
 def shared_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """psi[b, c] = x[b] . weight[classes[c]] + bias[classes[c]]"""
-    w, beta, chosen = _in_place("weight", weight), _in_place("bias", bias), _values(classes, torch.int64)
+    w, beta, chosen = contiguous("weight", weight), contiguous("bias", bias), values_of(classes, torch.int64)
     check_rows_fit(X, rows, w, beta)
     check_classes_fit(chosen)
     check_classes(chosen, len(w))
@@ -137,8 +135,8 @@ def shared_scores(X: Rows, rows: Array, classes: Tensor, weight: Tensor, bias: T
 
 def with_label(grad: Tensor, row_scale: Tensor | float) -> Tensor:
     """From derivatives by the gaps psi_k - psi_y to those by the scores; the label's, minus their sum, comes first."""
-    g = _values(grad, grad.dtype)
-    scale = _values(row_scale, grad.dtype) if isinstance(row_scale, Tensor) else np.array([row_scale], g.dtype)
+    g = values_of(grad, grad.dtype)
+    scale = values_of(row_scale, grad.dtype) if isinstance(row_scale, Tensor) else np.array([row_scale], g.dtype)
     check_shapes(g.shape[:1], row_scale=row_scale if isinstance(row_scale, Tensor) else None)
     out = np.empty((g.shape[0], g.shape[1] + 1), g.dtype)
     classes_kernels.with_label(g, scale, int(isinstance(row_scale, Tensor)), out)
@@ -159,7 +157,7 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
     if n < S:
         raise ValueError(f"Expected at most n={n} draws without replacement, found {S} a row.")
     out = np.empty((B, S), np.int64)
-    own = NO_LABELS if labels is None else _values(labels, torch.int64)
+    own = NO_LABELS if labels is None else values_of(labels, torch.int64)
     check_shapes((B,), labels=labels)
     if out.size:
         cuts = split(B, lambda: np.full(B, 8 * S))
@@ -167,80 +165,6 @@ def draw_without_replacement(uniforms: Tensor, n: int, labels: Tensor | None = N
         tables = WORK.array("table", (len(cuts) - 1) * size, np.int64).reshape(-1, size)
         run(classes_kernels.floyd, cuts, (u, n, own, out), [(table,) for table in tables])
     return torch.from_numpy(out)
-
-
-def _rule(optimizer: RowOptimizer, t: int, prior: Prior | None, dtype: np.dtype) -> Rule:
-    """The optimiser's step at iteration t in numbers."""
-    turn, of_biases = np.array([t]), optimizer.for_biases()
-    rate, first, second, third = (_number(each) for each in optimizer.scalars_of(turn))
-    of_bias = rate if of_biases is optimizer else _number(of_biases.scalars_of(turn)[0])
-    numbers = (rate, first, 1.0 - first, second, 1.0 - second, third, 1.0 if prior is None else prior.variance, of_bias)
-    return Rule(*np.array(numbers).astype(dtype))
-
-
-def _number(value: Array | float) -> float:
-    return float(value[0]) if isinstance(value, np.ndarray) else value
-
-
-def in_shares(prior: Prior | None) -> bool:
-    return prior is not None and prior.mode == PRIOR_UNBIASED
-
-
-def _kernels(optimizer: RowOptimizer, prior: Prior | None, shares: bool) -> RuleKernels:
-    """The kernels of this rule. A prior that is felt by shares is not felt without them."""
-    mode = PRIOR_NONE if prior is None else prior.mode
-    mode = PRIOR_NONE if mode == PRIOR_UNBIASED and not shares else mode
-    return kernels_of(optimizer.kind, mode, optimizer.entry, optimizer.n_states)
-
-
-def _arrays(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
-    """The parameters as arrays, found again as long as their memory is the same; gone when the parameters are."""
-    tensors = (parameters.weight, parameters.bias, *parameters.weight_state, *parameters.bias_state)
-    key = (optimizer.rowwise, optimizer.n_states, *((t.data_ptr(), t.shape) for t in tensors))
-    found = WORK.views
-    if found is not None and found[0]() is parameters and found[1] is prior and found[2] == key:
-        return found[3][0]
-    views = [_views(parameters, optimizer, prior)]
-    WORK.views = (weakref.ref(parameters, lambda _: views.clear()), prior, key, views)
-    return views[0]
-
-
-def _views(parameters: Parameters, optimizer: RowOptimizer, prior: Prior | None) -> Arrays:
-    weight, bias = _in_place("weight", parameters.weight), _in_place("bias", parameters.bias)
-    states = [_in_place("weight_state", s) for s in parameters.weight_state]
-    bias_states = [_in_place("bias_state", s) for s in parameters.bias_state]
-    rowwise, n_states = optimizer.rowwise, optimizer.n_states
-    check_states_fit(weight, bias, states, bias_states, n_states, rowwise=rowwise)
-    check_shapes(weight.shape[1:], inverse_counts=None if prior is None else prior.inverse_counts)
-    if rowwise:
-        states = [states[0][:, None]]
-    none = WORK.array("none", 0, weight.dtype)
-    state2, bias_state2 = (states[1], bias_states[1]) if n_states == 2 else (none.reshape(1, 0), none)
-    inverse = none if prior is None else _values(prior.inverse_counts, parameters.weight.dtype)
-    inverse_rows = weight.dtype.type(0.0 if prior is None else prior.inverse_rows)
-    return Arrays(weight, states[0], state2, bias, bias_states[0], bias_state2, inverse, inverse_rows)
-
-
-def _buffers(n: int, U: int, G: int, dtype: np.dtype) -> list[Buffers]:
-    """Scratch for n threads, found again as long as powers of two above U and G stay the same."""
-    U, G = 1 << U.bit_length(), 1 << G.bit_length()
-    key = (n, U, G, dtype)
-    if key not in WORK.buffers:
-        sizes = {"g": U, "c": U, "seen": U, "at": U}
-        kinds = {"seen": np.dtype(np.uint8), "at": np.dtype(np.uint32)}
-        WORK.buffers[key] = [
-            Buffers(*(
-                WORK.array(f"{name} {i}", sizes.get(name, max(U, G)), kinds.get(name, dtype))
-                for name in Buffers._fields
-            ))
-            for i in range(n)
-        ]  # fmt: skip
-    return WORK.buffers[key]
-
-
-def _bias_sums(G: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Gradients and prior shares of G biases; the shares stay zero where nobody writes them."""
-    return WORK.array("bias_g", G, dtype), WORK.array("bias_c", G, dtype)
 
 
 def _csr(batch: Batch | None, B: int, dtype: np.dtype) -> Csr:
@@ -273,17 +197,16 @@ def _push_groups(
         return pairs * (each + 8) + np.minimum(D, pairs * each)
 
     cuts = split(G, work)
-    few, bias = _buffers(len(cuts) - 1, U, G, dtype), _bias_sums(G, dtype)
+    few, bias = buffers(len(cuts) - 1, U, G, dtype), bias_sums(G, dtype)
     at = np.arange(B)
     push = kernels.generated(push_kernels.push_groups, len(x) > 0)
     run(push, cuts, (groups, csr, x, at, grad, share, arrays, rule, *bias), [(f,) for f in few])
     run(kernels.generated(push_biases), [], (groups.classes, *bias, arrays, rule, few[0]))
 
 
-def in_quarters(X: Rows, D: int, K: int, n_pairs: int) -> bool:
-    """Whether biases are summed by quarters of the rows where none has a feature: where no row of all the data has
-    one (or how a minibatch is summed would depend on its neighbours), and going through all biases costs no more than
-    going through the pairs."""
+def biases_in_line(X: Rows, D: int, K: int, n_pairs: int) -> bool:
+    """Whether all biases are summed at once where no row of all the data has a feature, and going through all biases
+    costs no more than going through the pairs."""
     without_features = D == 0 or (isinstance(X, SparseRows) and not len(X.values))
     return without_features and n_pairs >= PAIRS_A_CLASS * K
 
@@ -291,7 +214,7 @@ def in_quarters(X: Rows, D: int, K: int, n_pairs: int) -> bool:
 def _push_rows(
     pairs: Array,
     x: Array,
-    quarters: bool,
+    in_line: bool,
     rows: Array,
     grad: Array,
     share: Array,
@@ -303,17 +226,20 @@ def _push_rows(
     K, dtype = len(arrays.weight), arrays.weight.dtype
     check_classes(pairs, K)
     most = min(K, pairs.size)
-    if x.size or quarters:
+    if x.size or in_line:
         line = line_of(K, x.shape[1], len(share) > 0)
-        lines = WORK.array("lines", PARTS * line[-1], dtype).reshape(PARTS, -1)
-        push = kernels.generated(push_quarters)
-        run(push, [], (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, line, lines))
+        sums = WORK.array("line", line[-1], dtype)
+        run(
+            kernels.generated(push_rows),
+            [],
+            (pairs, x, rows, grad.reshape(pairs.shape), share, arrays, rule, line, sums),
+        )
         return
     of_all = (WORK.array("sum_g", K, dtype), WORK.array("sum_c", K, dtype), WORK.array("sum_seen", K, np.uint8))
     flat = (pairs.reshape(-1), WORK.array("touched", most + 1, np.int64))
-    few = _buffers(1, 0, most, dtype)[0]
+    few = buffers(1, 0, most, dtype)[0]
     push = kernels.generated(push_kernels.push_pair_biases)
-    run(push, [], (flat, grad, share, arrays, rule, of_all, *_bias_sums(most, dtype), few))
+    run(push, [], (flat, grad, share, arrays, rule, of_all, *bias_sums(most, dtype), few))
 
 
 def push_pairs(
@@ -328,17 +254,17 @@ def push_pairs(
     prior: Prior | None,
 ) -> None:
     """One optimiser step on every entry (class, feature) that a pair with a non-zero feature touches."""
-    arrays, pairs = _arrays(parameters, optimizer, prior), _values(classes, torch.int64)
+    arrays, pairs = arrays_of(parameters, optimizer, prior), values_of(classes, torch.int64)
     dtype = arrays.weight.dtype
     check_rows_fit(X, rows, arrays.weight, arrays.bias)
     check_pairs_fit(pairs, rows, None)
     check_shapes(pairs.shape, grad=grad, share=share)
     if pairs.size == 0:
         return
-    rule, kernels = _rule(optimizer, t, prior, dtype), _kernels(optimizer, prior, share is not None)
-    g, c = _values(grad, parameters.weight.dtype).reshape(-1), WORK.array("none", 0, dtype)
+    rule, kernels = rule_of(optimizer, t, prior, dtype), rule_kernels(optimizer, prior, share is not None)
+    g, c = values_of(grad, parameters.weight.dtype).reshape(-1), WORK.array("none", 0, dtype)
     if share is not None and in_shares(prior):
-        c = _values(share, parameters.weight.dtype).reshape(-1)
+        c = values_of(share, parameters.weight.dtype).reshape(-1)
     read = _read_in_place(X, rows, arrays.weight)
     if read is not None:
         x, rows = read
@@ -346,8 +272,8 @@ def push_pairs(
         return
     batch = load(X, rows, dtype, n_classes=pairs.shape[1]) if arrays.weight.shape[1] else None
     if batch is None or batch.empty:
-        quarters = in_quarters(X, arrays.weight.shape[1], len(arrays.weight), pairs.size)
-        _push_rows(pairs, WORK.array("none", 0, dtype).reshape(0, 0), quarters, rows, g, c, arrays, rule, kernels)
+        in_line = biases_in_line(X, arrays.weight.shape[1], len(arrays.weight), pairs.size)
+        _push_rows(pairs, WORK.array("none", 0, dtype).reshape(0, 0), in_line, rows, g, c, arrays, rule, kernels)
     else:
         _push_groups(group_by_class(pairs, len(arrays.weight)), batch, len(rows), g, c, arrays, rule, kernels)
 
@@ -359,7 +285,7 @@ def _push_blocks(
     U = (len(csr.feature) or arrays.weight.shape[1]) if nnz else 0
     cuts = split(len(grad), lambda: np.full(len(grad), 2 * nnz + 2 * U * LANES))
     n = len(cuts) - 1
-    few, bias = _buffers(n, U, len(grad) * LANES, dtype), _bias_sums(len(grad) * LANES, dtype)
+    few, bias = buffers(n, U, len(grad) * LANES, dtype), bias_sums(len(grad) * LANES, dtype)
     tiles = WORK.array("tile_g", n * U * LANES, dtype).reshape(n, U * LANES)
     rows_g, rows_c = (WORK.array(name, n * U * LANES, dtype).reshape(n, LANES, U) for name in ("rows_g", "rows_c"))
     ones = WORK.array("ones", nnz, dtype)
@@ -381,7 +307,7 @@ def _push_products(
         """(n, B) of (blocks, B, 16)"""
         return np.ascontiguousarray(blocks.transpose(0, 2, 1).reshape(-1, B)[:n])
 
-    g, (bias_g, bias_c) = WORK.array("line_g", n * D, dtype).reshape(n, D), _bias_sums(n, dtype)
+    g, (bias_g, bias_c) = WORK.array("line_g", n * D, dtype).reshape(n, D), bias_sums(n, dtype)
     of_class = by_class(grad)
     products.multiply(of_class, x, g)
     bias_g[:] = of_class.sum(1)
@@ -392,7 +318,7 @@ def _push_products(
         products.count_shares(x, of_class, bias_c, c)
     cuts = split(n, lambda: np.full(n, 8 * D))
     run(kernels.generated(products.push_lines), cuts, (classes, g, c, arrays, rule), [()] * (len(cuts) - 1))
-    few = _buffers(1, 0, n, dtype)[0]
+    few = buffers(1, 0, n, dtype)[0]
     run(kernels.generated(push_biases), [], (classes, bias_g, bias_c, arrays, rule, few))
 
 
@@ -412,9 +338,9 @@ def push_shared(
     own_rows: Array | None = None,
 ) -> None:
     """As push_pairs, for classes shared by the minibatch and each row's own beside them, its label for one."""
-    arrays, kind, B = _arrays(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
+    arrays, kind, B = arrays_of(parameters, optimizer, prior), parameters.weight.dtype, len(rows)
     (K, D), dtype = arrays.weight.shape, arrays.weight.dtype
-    chosen, own_class = _values(classes, torch.int64), _values(own, torch.int64)
+    chosen, own_class = values_of(classes, torch.int64), values_of(own, torch.int64)
     check_rows_fit(X, rows, arrays.weight, arrays.bias)
     check_classes_fit(chosen)
     check_pairs_fit(own_class, rows, own_rows)
@@ -423,7 +349,7 @@ def push_shared(
     if B == 0:
         return
     with_shares = share is not None and own_share is not None
-    rule, kernels = _rule(optimizer, t, prior, dtype), _kernels(optimizer, prior, with_shares)
+    rule, kernels = rule_of(optimizer, t, prior, dtype), rule_kernels(optimizer, prior, with_shares)
     check_classes(chosen, K)
     batch = load(X, rows, dtype, n_classes=0) if D else None
 
@@ -432,14 +358,14 @@ def push_shared(
     own_column = np.searchsorted(distinct, own_class)
     own_column[np.append(distinct, -1)[own_column] != own_class] = -1
     alone = np.flatnonzero(own_column < 0)
-    g, own_g = _values(grad, kind), _values(own_grad, kind)
+    g, own_g = values_of(grad, kind), values_of(own_grad, kind)
     c = own_c = none = WORK.array("none", 0, dtype)
     shape = (-(-len(distinct) // LANES), B, LANES)
     blocks, blocks_c = WORK.array("blocks", shape[0] * B * LANES, dtype).reshape(shape), none.reshape(0, 0, 0)
     of_row = np.arange(B) if own_rows is None else own_rows
     classes_kernels.spread(g, column, own_g, own_column, of_row, blocks)
     if share is not None and own_share is not None and in_shares(prior):
-        c, own_c = _values(share, kind), _values(own_share, kind)
+        c, own_c = values_of(share, kind), values_of(own_share, kind)
         blocks_c = WORK.array("blocks_c", blocks.size, dtype).reshape(shape)
         classes_kernels.spread(c, column, own_c, own_column, of_row, blocks_c)
         own_c = own_c.reshape(-1)[alone]

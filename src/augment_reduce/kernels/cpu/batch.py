@@ -165,7 +165,7 @@ def read_only(a: Array) -> Array:
     return view
 
 
-def _check_rows(rows: Array, n_rows: int, found: bool) -> None:
+def check_rows(rows: Array, n_rows: int, found: bool) -> None:
     if not found:
         raise OutOfRange(f"Expected rows in [0, {n_rows}), found {rows.min()} to {rows.max()}.")
 
@@ -211,7 +211,7 @@ def _load_sparse(X: SparseRows, rows: Array, dtype: np.dtype, n_classes: int) ->
     B, D, indptr = len(rows), X.n_features, read_only(X.indptr)
     indices, values = read_only(X.indices), read_only(X.values)
     size = _count(indptr, min(len(indices), len(values)), rows)
-    _check_rows(rows, X.n_rows, size != -1)
+    check_rows(rows, X.n_rows, size != -1)
     if size < 0:
         check_indptr(X.indptr, min(len(indices), len(values)))
     if dense_enough(size, B, D, n_classes):
@@ -259,12 +259,12 @@ def in_place(X: Rows, rows: Array, dtype: np.dtype) -> Array | None:
         return None
     if not isinstance(X, DenseRows) or X.values.dtype != dtype or not X.values.flags.c_contiguous:
         return None
-    _check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
+    check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
     return read_only(X.values)
 
 
 def _dense(X: DenseRows, rows: Array, dtype: np.dtype) -> Array:
-    _check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
+    check_rows(rows, X.n_rows, all_below(rows, X.n_rows))
     x = WORK.array("dense", len(rows) * X.n_features, dtype).reshape(len(rows), X.n_features)
     if isinstance(X, MappedDenseRows):
         x[...] = X.block(rows)

@@ -9,7 +9,7 @@ from numba import njit
 
 from ..cache import cached_njit
 from .row_groups import NONE
-from .types import OPTIONS, Array
+from .types import OPTIONS, PART, Array
 from .work import WORK, run, split
 
 AT_ONCE = 64  # weights
@@ -134,7 +134,7 @@ def rank_candidates(
             if values[q] == 0 or seen[d] == 0:
                 continue
             for m in range(classes.shape[1]):
-                k = classes[d, m]
+                k = np.int64(classes[d, m])
                 if k == NONE:
                     break
                 if certain[k]:
@@ -162,7 +162,7 @@ def rank_candidates(
             keys[places[i]] = 0
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _before(k: int, s: float, other: int, sums: Array, keys: Array, mask: Any) -> bool:
     """Whether k, with sum s, comes before another class of the table: larger sums first, then smaller numbers."""
     at = _place(other, keys, mask)
@@ -190,7 +190,7 @@ def mark_shared(own: Array, found: Array, shared: Array, mask: Array, last: Arra
         last[shared[s]] = NONE
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def _list(k: int, w: Any, classes: Array, values: Array) -> Any:
     """Put class k into a list that is not full, or in place of the lightest. Returns what the next has to exceed."""
     lightest = 0
@@ -281,4 +281,4 @@ def candidates_of_rows(
     arrays = [WORK.array(name, n_parts * each, kind).reshape(n_parts, each) for name, each, kind in kinds]
     scratch = list(zip(*arrays, strict=True))
     run(rank_candidates, cuts, (*csr, rows, labels, certain, *lists, *same[:4], weight, n_own, out, found), scratch)
-    return out[:, : max(1, int(found.max()))], found
+    return np.ascontiguousarray(out[:, : max(1, int(found.max()))]), found

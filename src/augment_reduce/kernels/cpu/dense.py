@@ -13,7 +13,6 @@ zero, if all of them are zeros).
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -31,6 +30,7 @@ from .lanes import (
     add_rows8,
     add_rows16,
     add_rows64,
+    has_fma,
     intrinsic,
 )
 from .types import INLINE, OPTIONS, Array
@@ -55,13 +55,6 @@ def _fold4(builder: Any, vectors: list) -> Any:
         _pick(builder, ab, cd, [0, 1, 4, 5, 8, 9, 12, 13]), _pick(builder, ab, cd, [2, 3, 6, 7, 10, 11, 14, 15])
     )
     return builder.fadd(_pick(builder, twos, twos, [0, 2, 4, 6]), _pick(builder, twos, twos, [1, 3, 5, 7]))
-
-
-def has_fma(context: Any) -> bool:
-    """Whether code is made for a processor that multiplies and adds in one operation; else it would be a call for every
-    number. All 64-bit ARM ones do."""
-    features = getattr(context.codegen(), "_tm_features", "+fma")  # all of the last ten years do, too
-    return platform.machine().lower() not in ("x86_64", "amd64") or "+fma" in features.split(",")
 
 
 class _Dots:

@@ -6,6 +6,7 @@ for LLVM directly, which makes them one AVX-512 register of float32, two of AVX2
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,26 @@ def intrinsic(in_python: Callable[..., Any]) -> Callable[[Callable[..., tuple]],
     """An instruction for compiled code; where compilation is switched off, what it does in Python. Callers leave out
     the first argument of the definition."""
     return lambda definition: in_python if numba.config.DISABLE_JIT else numba_intrinsic(definition)  # type: ignore[attr-defined]
+
+
+def has_fma(context: Any) -> bool:
+    """Whether code is made for a processor that multiplies and adds in one operation; else it would be a call for every
+    number. All 64-bit ARM ones do."""
+    features = getattr(context.codegen(), "_tm_features", "+fma")  # all of the last ten years do, too
+    return platform.machine().lower() not in ("x86_64", "amd64") or "+fma" in features.split(",")
+
+
+@intrinsic(lambda a, b, c: a * b + c)
+def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> tuple:
+    """a b + c, rounded once, or where the processor cannot do that, twice; not what the compiler may choose: it would
+    join the two in one copy of a loop and not in another."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if has_fma(context):
+            return builder.fma(*args)
+        return builder.fadd(builder.fmul(args[0], args[1]), args[2])
+
+    return a(a, a, a), codegen
 
 
 def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:

@@ -15,7 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import overload
 
-from .lanes import intrinsic
+from .lanes import intrinsic, multiply_add
 from .types import OPTIONS
 
 LOG_2 = Fraction("0.693147180559945309417232121458176568")
@@ -58,19 +58,20 @@ def _exp_of(number: type, integer: type, mantissa: int, exponent: int, degree: i
     # Adding and taking away 1.5 x 2^mantissa rounds to an integer; log 2 in two parts makes n log 2 exact.
     rounder, per_log2 = number(1.5 * 2.0**mantissa), number(1.0 / math.log(2.0))
     top = _leading_bits(math.log(2.0), 9 if number is np.float32 else 32)
-    log2_top, log2_rest = number(top), number(LOG_2 - Fraction(top))
+    log2_top, minus_log2_rest = number(top), number(Fraction(top) - LOG_2)
     largest, smallest = number(np.log(np.finfo(number).max / 2)), number(np.log(np.finfo(number).tiny))
     series = tuple(number(1.0 / math.factorial(j)) for j in range(degree, -1, -1))
     zero, infinity = number(0.0), number(np.inf)
 
     def exp(x: Any) -> Any:
         inside = min(max(x, smallest), largest)
-        rounded = inside * per_log2 + rounder  # n in its lowest bits: no conversion, which few processors do in vectors
+        # n in its lowest bits: no conversion, which few processors do in vectors
+        rounded = multiply_add(inside, per_log2, rounder)
         n = rounded - rounder
-        r = (inside - n * log2_top) - n * log2_rest
+        r = multiply_add(n, minus_log2_rest, inside - n * log2_top)
         total = zero
         for coefficient in series:
-            total = total * r + coefficient
+            total = multiply_add(total, r, coefficient)
         value = total * _number_of_bits(integer((_bits_of_number(rounded) + bias) << shift))
         value = zero if x < smallest else value
         value = infinity if x > largest else value
@@ -102,7 +103,7 @@ def _log_of(number: type, integer: type, mantissa: int, exponent: int, terms: in
         ratio = f / (two + f)
         square, total = ratio * ratio, zero
         for coefficient in series:
-            total = total * square + coefficient
+            total = multiply_add(total, square, coefficient)
         return power * log2 + two * ratio * total if x > zero else minus_infinity
 
     return _named(log, number)
@@ -125,10 +126,10 @@ def _log1p_of(number: type, terms: int) -> Callable:
         x = ratio * ratio
         square, total, of_odd = x * x, zero, zero
         for coefficient in even:
-            total = total * square + coefficient
+            total = multiply_add(total, square, coefficient)
         for coefficient in odd:
-            of_odd = of_odd * square + coefficient
-        return two * ratio * (total + of_odd * x)
+            of_odd = multiply_add(of_odd, square, coefficient)
+        return two * ratio * multiply_add(of_odd, x, total)
 
     return _named(log1p, number)
 

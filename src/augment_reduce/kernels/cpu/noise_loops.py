@@ -1,6 +1,6 @@
 """Loops over rows and classes, generated from the scalar functions of a noise.
 
-    values   sum_k omega_k log Phi(eps_j - gap_k)
+    sums     sum_k omega_k f(eps_j - gap_k), f = log Phi or one of its derivatives
     slopes   sum_k omega_k (log Phi)'(eps_j - gap_k), and the same of (log Phi)''
     hazards  omega_k sum_j weight_j (phi / Phi)(eps_j - gap_k)
 
@@ -62,11 +62,11 @@ def _add_sums(terms: Array, lo: int, hi: int, S: int, out: Array) -> None:
         out[row] = row_sum(terms[(row - lo) * S : (row - lo + 1) * S])
 
 
-def _values(noise: Scalars) -> Callable[..., None]:
-    log_cdf = noise.log_cdf
+def _sums(noise: Scalars, name: str) -> Callable[..., None]:
+    function = getattr(noise, name)
 
-    def values(lo: int, hi: int, gap: Array, omega: Array, eps: Array, out: Array, scratch: Array) -> None:
-        """out[b, j] = sum_k omega log Phi(eps[b, j] - gap[b, k])."""
+    def sums(lo: int, hi: int, gap: Array, omega: Array, eps: Array, out: Array, scratch: Array) -> None:
+        """out[b, j] = sum_k omega f(eps[b, j] - gap[b, k])."""
         S, begin = gap.shape[1], lo
         while begin < hi:
             end = _block_end(begin, hi, S, scratch.shape[1])
@@ -76,11 +76,11 @@ def _values(noise: Scalars) -> Callable[..., None]:
             for j in range(eps.shape[1]):
                 _from_gaps(gap, eps[:, j], begin, end, x)
                 for k in range(n):
-                    terms[k] = weight[k] * log_cdf(x[k])
+                    terms[k] = weight[k] * function(x[k])
                 _add_sums(terms, begin, end, S, out[:, j])
             begin = end
 
-    return values
+    return sums
 
 
 def _slopes(noise: Scalars) -> Callable[..., None]:
@@ -171,10 +171,10 @@ class NoiseLoops:
             )
         return self._generated[key]
 
-    def values(self, gap: Tensor, log_weight: Tensor, eps: Tensor) -> Tensor:
-        """(B, J)"""
+    def sums(self, name: str, gap: Tensor, omega: Tensor, eps: Tensor) -> Tensor:
+        """(B, J) of one of the scalar functions."""
         out = gap.new_empty(eps.shape)
-        over_rows(self.generated(_values), gap, log_weight, eps, out)
+        over_rows(self.generated(_sums, name), gap, omega, eps, out)
         return out
 
     def slopes(
@@ -182,13 +182,14 @@ class NoiseLoops:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of (log Phi)' and (log Phi)'' (B, J), and `hazards`."""
         first, second, hazard = gap.new_empty(eps.shape), gap.new_empty(eps.shape), gap.new_empty(gap.shape)
-        over_rows(self.generated(_slopes), gap, log_weight, eps, torch.atleast_2d(node_weight), first, second, hazard)
+        omega, node_weight = torch.exp(log_weight), torch.atleast_2d(node_weight)
+        over_rows(self.generated(_slopes), gap, omega, eps, node_weight, first, second, hazard)
         return first, second, hazard
 
     def hazards(self, gap: Tensor, log_weight: Tensor, eps: Tensor, node_weight: Tensor) -> Tensor:
         """(B, S)"""
         out = gap.new_empty(gap.shape)
-        over_rows(self.generated(_hazards), gap, log_weight, eps, torch.atleast_2d(node_weight), out)
+        over_rows(self.generated(_hazards), gap, torch.exp(log_weight), eps, torch.atleast_2d(node_weight), out)
         return out
 
     def elementwise(self, name: str, eps: Tensor) -> Tensor:
@@ -218,15 +219,15 @@ def loops_of(scalars: Scalars | str) -> NoiseLoops:
     return _LOOPS[key]
 
 
-def over_rows(kernel: Callable[..., None], gap: Tensor, log_weight: Tensor, eps: Tensor, *rest: Tensor) -> None:
+def over_rows(kernel: Callable[..., None], gap: Tensor, omega: Tensor, eps: Tensor, *rest: Tensor) -> None:
     """kernel(lo, hi, gap, omega, eps, *rest, scratch) by all cores; `rest` are numbers of the dtype of gap."""
     (B, S), J = gap.shape, eps.shape[1]
-    if np.broadcast_shapes(log_weight.shape, gap.shape) != gap.shape or len(eps) != B:
+    if np.broadcast_shapes(omega.shape, gap.shape) != gap.shape or len(eps) != B:
         raise ValueError(
-            f"Expected log weights that broadcast to the gaps {tuple(gap.shape)}, and eps for each of the {B} rows, "
-            f"found {tuple(log_weight.shape)} and {len(eps)}."
+            f"Expected weights that broadcast to the gaps {tuple(gap.shape)}, and eps for each of the {B} rows, "
+            f"found {tuple(omega.shape)} and {len(eps)}."
         )
-    omega = torch.exp(log_weight).to(gap.dtype)
+    omega = omega.to(gap.dtype)
     omega = omega.reshape((1,) * (2 - omega.ndim) + omega.shape).contiguous()
     cuts = split(B, lambda: np.full(B, A_NUMBER * J * S))
     n = len(cuts) - 1

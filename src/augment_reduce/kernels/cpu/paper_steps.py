@@ -1,6 +1,13 @@
 """The paper's E and M steps in few passes over the gaps: what `local` says in torch operations, which are its oracle.
 
-`NaturalGradient` for the softmax; `Reparameterised` generated from the scalar functions of a noise.
+`NaturalGradient` for the softmax; `Reparameterised` generated from the scalar functions of a noise. Both are called
+
+    e_and_m(first, rows, gap, weights, per_row, state, step, flags, draws, bound, grad) -> how often the floor acted
+
+and move q of `rows`, fill their bounds (where asked for) and d bound / d gap. `state` is kept for all rows: two numbers
+of q, the second empty where it has one, and the visits. `weights` are one number, or (`per_row` 1) one for each of
+these rows: log omega for the softmax, omega for other noises. `step` is (scale, power, alpha now). `draws` say how
+those of q are made; the first row has number `first` among them.
 """
 
 from __future__ import annotations
@@ -64,16 +71,32 @@ def _blend(old: Array, log_sum: Array, visits: Array, step: tuple, by_visits: bo
         new[b] = _log_add(log(one - visits[b]) + old[b], log(visits[b]) + tilde[b])
 
 
+@njit(**OPTIONS)
+def keep(first: int, rows: Array, state: tuple, kept: Array) -> None:
+    """q of these rows, in columns `first` and after of `kept` (2, B)."""
+    for b in range(rows.shape[0]):
+        kept[0, first + b] = state[0][rows[b]]
+    for b in range(rows.shape[0] if state[1].shape[0] > 0 else 0):
+        kept[1, first + b] = state[1][rows[b]]
+
+
+@njit(**OPTIONS)
+def put_back(rows: Array, state: tuple, kept: Array) -> None:
+    """The first rows of a minibatch as they were before their E step."""
+    for b in range(rows.shape[0]):
+        state[0][rows[b]] = kept[0, b]
+        state[2][rows[b]] -= 1
+    for b in range(rows.shape[0] if state[1].shape[0] > 0 else 0):
+        state[1][rows[b]] = kept[1, b]
+
+
 @cached_njit(**OPTIONS)
 def natural_gradient(
-    state: tuple, rows: Array, gap: Array, log_weight: Array, per_row: int, step: tuple, flags: tuple, bound: Array,
-    grad: Array,
+    first: int, rows: Array, gap: Array, log_weight: Array, per_row: int, state: tuple, step: tuple, flags: tuple,
+    draws: tuple, bound: Array, grad: Array,
 ) -> int:  # fmt: skip
-    """Moves log eta of the rows, fills the bounds (where asked for) and their gradients; how often the floor acted.
-
-    Loop by loop over the rows, without branches inside, so that each is done in vectors.
-    """
-    (log_eta, visits), (by_visits, uses_updated, floor) = state, flags
+    """Loop by loop over the rows, without branches inside, so that each is done in vectors."""
+    (log_eta, _, visits), (by_visits, uses_updated, floor) = state, flags
     B, hits, zero, one = gap.shape[0], 0, gap.dtype.type(0), gap.dtype.type(1)
     scratch = np.empty((6, B), gap.dtype)  # at once: six small ones take as long as a loop
     shift, log_sum, old, alpha, tilde, new = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4], scratch[5]
@@ -188,22 +211,22 @@ def _climb_of(noise: Scalars) -> Callable[..., None]:
     return climb
 
 
-def draw_e_and_m(noise: Scalars) -> Callable[..., None]:
+def draw_e_and_m(noise: Scalars) -> Callable[..., int]:
     """Algorithm 2 for a noise, to be compiled."""
     hazards, bound_at, climb = _hazards_of(noise), _bound_of(noise), _climb_of(noise)
 
     def reparameterised(
-        normal: bool, state: tuple, rows: Array, gap: Array, omega: Array, per_row: int, step: tuple, flags: tuple,
-        entropy: float, seeds: tuple, bound: Array, grad: Array,
-    ) -> None:  # fmt: skip
-        """One draw of q (`normal`: else logistic) for the E step and one for the M step, in the order of the flags; the
-        bound, where asked for, is that of the M step's draw."""
-        by_visits, uses_updated, with_entropy = flags
+        first: int, rows: Array, gap: Array, omega: Array, per_row: int, state: tuple, step: tuple, flags: tuple,
+        draws: tuple, bound: Array, grad: Array,
+    ) -> int:  # fmt: skip
+        """One draw of q (Normal, else logistic) for the E step and one for the M step, in the order of the flags; the
+        bound is that of the M step's draw."""
+        (by_visits, uses_updated, with_entropy), (normal, entropy, e_seed, m_seed) = flags, draws
         B = gap.shape[0]
         lines = np.empty((5, B), gap.dtype)
         sigma, eps, slope, u, alpha = lines[0], lines[1], lines[2], lines[3], lines[4]
         for turn in range(2):
-            standard_draws(normal, seeds[turn], 0, u)
+            standard_draws(normal, e_seed if turn == 0 else m_seed, first, u)
             _place(state[0], state[1], rows, u, sigma, eps)
             if (turn == 0) == uses_updated:  # E step
                 _step_sizes(state[2], rows, step, by_visits, alpha)
@@ -216,5 +239,6 @@ def draw_e_and_m(noise: Scalars) -> Callable[..., None]:
         for b in range(B):
             for s in range(gap.shape[1]):
                 grad[b, s] = -grad[b, s]
+        return 0
 
     return reparameterised

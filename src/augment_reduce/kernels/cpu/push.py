@@ -2,7 +2,7 @@
 
 Sums run over pairs in the order given and round as plain torch does (no fused multiply-add), so that a sum
 which cancels is zero here exactly where it is zero in `reference`: an entry counts as touched by its sum.
-Where weights or classes are few, see `quarters`.
+Where weights or classes are few, see `few_weights`.
 """
 
 from __future__ import annotations

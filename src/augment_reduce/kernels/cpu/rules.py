@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from ..cache import cached_njit
+from ..cache import KernelCache, cached_njit
 from ..constants import (
     ADAGRAD,
     ADAM,
@@ -22,7 +22,7 @@ from ..constants import (
     SECTION4,
     SECTION4_EVERY_ENTRY,
 )
-from .types import INLINE, OPTIONS, Array, Arrays, Buffers, Rule
+from .types import INLINE, OPTIONS, PART, Array, Arrays, Buffers, Rule
 
 # The rules of optim.py for one entry: (rule, g, s, r) -> (step size h, gradient to follow, new s, new r), with g the
 # gradient and s, r what the rule remembers of the entry.
@@ -158,8 +158,9 @@ def _with_rate(rule: Rule, rate: Any) -> Rule:
 
 def steps_of(entry: Callable, n_states: int, rowwise: bool, prior: int) -> Steps:
     """The steps of a rule; biases have a number each where the rows share one."""
-    of_weights = _on_entries(entry, n_states, rowwise, prior)
-    of_biases = _on_entries(_adagrad if rowwise else entry, n_states, False, prior)
+    of_weights = of_biases = _on_entries(entry, n_states, rowwise, prior)
+    if rowwise:
+        of_biases = _on_entries(_adagrad, n_states, False, prior)
     unbiased, two = prior == PRIOR_UNBIASED, n_states > 1
 
     @njit(**INLINE)
@@ -199,20 +200,21 @@ def steps_of(entry: Callable, n_states: int, rowwise: bool, prior: int) -> Steps
         of = _with_rate(rule, rule.bias_rate)
         of_biases(of, arrays.bias[lo:hi], arrays.bias_state[lo:hi], arrays.bias_state2[first:last], g, c, hi - lo)
 
-    @njit(**OPTIONS)
+    @njit(**PART)
     def listed_biases(classes: Array, g: Array, c: Array, arrays_: tuple, rule_: tuple, few_: tuple) -> None:
         arrays, rule, few, n = Arrays(*arrays_), Rule(*rule_), Buffers(*few_), classes.shape[0]
         for i in range(n):
             c[i] *= arrays.inverse_rows
-        _gather(few.few_w, arrays.bias, classes, n)
-        _gather(few.few_s, arrays.bias_state, classes, n)
+            few.at[i] = classes[i]
+        _gather(few.few_w, arrays.bias, few.at, n)
+        _gather(few.few_s, arrays.bias_state, few.at, n)
         if two:
-            _gather(few.few_r, arrays.bias_state2, classes, n)
+            _gather(few.few_r, arrays.bias_state2, few.at, n)
         of_biases(_with_rate(rule, rule.bias_rate), few.few_w, few.few_s, few.few_r, g, c, n)
-        _scatter(arrays.bias, few.few_w, classes, n)
-        _scatter(arrays.bias_state, few.few_s, classes, n)
+        _scatter(arrays.bias, few.few_w, few.at, n)
+        _scatter(arrays.bias_state, few.few_s, few.at, n)
         if two:
-            _scatter(arrays.bias_state2, few.few_r, classes, n)
+            _scatter(arrays.bias_state2, few.few_r, few.at, n)
 
     return Steps(row, at, biases, listed_biases)
 
@@ -235,13 +237,22 @@ class RuleKernels:
         self._generated: dict[tuple, Callable[..., Any]] = {}
 
     def generated(self, make: Callable[..., Callable[..., Any]], *settings: Any) -> Callable[..., Any]:
-        """make(steps, *settings), compiled once for these settings."""
+        """make(steps, *settings), compiled once for these settings: numbers, or compiled functions."""
         key = (make, *settings)
         if key not in self._generated:
-            suffix = "".join(f"_{each}" for each in settings)
-            compile_ = njit(**OPTIONS) if self.name is None else cached_njit(self.name + suffix, **OPTIONS)
+            names = [self.name, *map(_name_of, settings)]
+            kept = [name for name in names if name is not None]
+            compile_ = cached_njit("_".join(kept), **OPTIONS) if kept == names else njit(**OPTIONS)
             self._generated[key] = compile_(make(self.steps, *settings))
         return self._generated[key]
+
+
+def _name_of(setting: Any) -> str | None:
+    """What sets it apart from others on disk; None: a compiled function that is not kept there."""
+    if not callable(setting):
+        return str(setting)
+    cache = getattr(setting, "_cache", None)
+    return cache.function.__qualname__ if isinstance(cache, KernelCache) else None
 
 
 BUILT_IN: dict[int, tuple[Callable, int, bool, str]] = {

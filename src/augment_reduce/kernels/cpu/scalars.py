@@ -14,6 +14,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from ..constants import LOG_SQRT_2PI, TAIL_CENTRE, tail_gap_powers
+from .lanes import multiply_add
 from .math import _exp32, _exp64, _log32, _log64, even_and_odd, exp, log1p
 from .types import OPTIONS
 
@@ -47,10 +48,10 @@ def _normal_of(number: type, exponential: Callable, logarithm: Callable) -> tupl
         t = one - centre2 * w
         square, total, of_odd = t * t, zero, zero
         for power in even:
-            total = total * square + power
+            total = multiply_add(total, square, power)
         for power in odd:
-            of_odd = of_odd * square + power
-        return (total + of_odd * t) * w
+            of_odd = multiply_add(of_odd, square, power)
+        return multiply_add(of_odd, t, total) * w
 
     delta = njit(inline="always", **OPTIONS)(tail_gap)
 

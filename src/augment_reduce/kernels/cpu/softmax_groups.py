@@ -13,14 +13,14 @@ from numba import njit
 
 from ..cache import cached_njit
 from .math import exp, row_max, row_sum
-from .types import OPTIONS, Array
+from .types import OPTIONS, PART, Array
 
 NOBODY = -1
 SMALLEST = 1e-30  # as in `local.cross_fitting`
 NEARLY_ALL = 1e-6  # of a sum: what is left when so much of it is taken away has lost its digits
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def hide(psi: Array, own: Array, n_own: int, S: int, last: Array, before: Array) -> None:
     """-inf for a shared class that the group has for itself, and for the places that none of its own fills."""
     for p in range(n_own):
@@ -32,7 +32,7 @@ def hide(psi: Array, own: Array, n_own: int, S: int, last: Array, before: Array)
         psi[S + p] = -np.inf
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def columns_of(label: int, own: Array, n_own: int, S: int, last: Array, before: Array, out: Array) -> int:
     """The columns in which the label stands, and how many."""
     n, s = 0, last[label]
@@ -46,14 +46,14 @@ def columns_of(label: int, own: Array, n_own: int, S: int, last: Array, before: 
     return n
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def shares_of_group(psi: Array, omega: Array, scale: float, out: Array) -> None:
     """The weight of a group in the prior of its classes; none where a class is hidden."""
     for k in range(psi.shape[0]):
         out[k] = omega[k] * scale if psi[k] > -np.inf else 0
 
 
-@njit(**OPTIONS)
+@njit(**PART)
 def share_of_label(columns: Array, omega: Array, scale: float, out: Array) -> None:
     """Takes out of it what a row's label would have beside the label's own."""
     for i in range(columns.shape[0]):

@@ -9,6 +9,7 @@ import numpy as np
 Array = np.ndarray
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 INLINE: dict[str, Any] = {**OPTIONS, "forceinline": True}  # handing over ten arrays takes as long as a short row does
+PART: dict[str, Any] = {**OPTIONS, "inline": "always"}  # never compiled by itself: half the time, where that is not hot
 
 
 class Csr(NamedTuple):
@@ -63,7 +64,7 @@ class Buffers(NamedTuple):
     g: Array  # (U,) gradient of one class row; zero between classes, as are c and seen
     c: Array  # (U,) its prior share
     seen: Array  # (U,) uint8
-    at: Array  # (U+1,) uint32, the touched features
+    at: Array  # (max(U, G),) uint32, the touched features or classes
     few_g: Array  # (max(U, G),) their gradients, shares, weights and states, one after the other
     few_c: Array
     few_w: Array

@@ -51,6 +51,7 @@ class Workspace(threading.local):
         self.batch: Any = None  # the minibatch last scored, which the push that follows needs again
         self.groups: Any = None  # and its pairs in the order of their classes
         self.views: Any = None  # the parameters last pushed into, as arrays
+        self.rules: Any = None  # the optimiser's steps that come next, in numbers
 
     def array(self, name: str, size: int, dtype: Any) -> np.ndarray:
         """`size` numbers, zero when first handed out, then as their last user left them."""
@@ -111,8 +112,11 @@ def run(kernel: Callable[..., Any], cuts: Sequence[int], args: tuple, scratch: S
     if not cuts:
         kernel(*plain)
         return
-    ranges = [(cuts[i], cuts[i + 1], *plain, *_plain(own)) for i, own in enumerate(scratch)]
     try:
+        if len(cuts) == 2:
+            kernel(*cuts, *plain, *_plain(scratch[0]))
+            return
+        ranges = [(cuts[i], cuts[i + 1], *plain, *_plain(own)) for i, own in enumerate(scratch)]
         waiting = [pool().submit(kernel, *each) for each in ranges[1:]]
         kernel(*ranges[0])
         for future in waiting:

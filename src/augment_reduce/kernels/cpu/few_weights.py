@@ -1,15 +1,13 @@
-"""Gradients summed by quarters of the rows, where weights or classes are few, and the steps that follow from them.
+"""Gradients of all weights summed before any is moved, where weights or classes are few: no sorting of pairs.
 
-Each quarter is summed in the order of its rows, and quarters are added in pairs, (0 + 1) + (2 + 3), so the sums are the
-same whoever makes which. Products and sums round as plain torch does (no fused multiply-add).
-
-What is known of a quarter, or of several, is one line of numbers, which threads can send each other: gradients of all
-weights and of all biases, how often each class was met, how many quarters have a score that is not finite; the biases'
-shares of a prior, zero without one, and with one the weights'. `line_of` says where each begins.
+Sums run over the rows in order, some rows at a time, and round as plain torch does (no fused multiply-add). They are
+one line of numbers: gradients of all weights and of all biases, and how often each class was met; the biases' shares of
+a prior, zero without one, and with one the weights'. `line_of` says where each begins.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -20,15 +18,15 @@ from .lanes import LANES
 from .rules import Steps
 from .types import OPTIONS, Array, Rule
 
-PARTS = 4  # quarters: as many as threads may share
+ROWS_AT_ONCE = 128  # a few features of so many rows stay in the first cache, all features of them in the second
 
 
 def line_of(K: int, D: int, with_prior: bool) -> tuple[int, ...]:
-    """(K, D, and where these begin: biases, classes met, quarters not finite, shares of biases, of weights; how many
-    numbers have to be added up, and how many there are in all). D is 0 where no row has features."""
-    sizes = (K * D, K, K if D else 0, 1, K, K * D if with_prior else 0)
-    ends = np.cumsum([-(-size // LANES) * LANES for size in sizes]).tolist()
-    return K, D, *ends[:5], ends[5] if with_prior else ends[3], ends[5]
+    """(K, D, and where these begin: biases, classes met, shares of biases, of weights; and how many numbers there
+    are). D is 0 where no row has features."""
+    sizes = (K * D, K, K if D else 0, K, K * D if with_prior else 0)
+    ends = itertools.accumulate(-(-size // LANES) * LANES for size in sizes)
+    return K, D, *ends
 
 
 @njit(**OPTIONS)
@@ -49,8 +47,7 @@ def in_groups(classes: Array, K: int, start: Array, order: Array) -> None:
 def _sum_weights(lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, to: tuple) -> None:
     """Add what rows lo..hi pull at each class's weights to g, and their shares of the prior to c.
 
-    A few features at a time, of all rows and classes: a class's sums stay in registers, and each row comes but once
-    from the second cache, where scoring left it. Sending for later rows meanwhile won nothing (docs/benchmarks.md).
+    A few features at a time, of these rows and all classes: a class's sums stay in registers meanwhile.
     """
     (g, c, K), D, C, P = to, x.shape[1], classes.shape[1], (hi - lo) * classes.shape[1]
     own, a, flat = classes[lo:hi].reshape(-1), grad[lo:hi].reshape(-1), x.reshape(-1)
@@ -71,11 +68,11 @@ def _sum_weights(lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Ar
 
 
 @njit(**OPTIONS)
-def sum_quarter(
+def add_rows(
     lo: int, hi: int, classes: Array, x: Array, at: Array, grad: Array, share: Array, line: tuple, to: Array
 ) -> None:
-    """Add rows lo..hi, which are a quarter, to a line."""
-    K, D, biases, met, _, shares, weight_shares = line[:7]
+    """Add what rows lo..hi pull to the line."""
+    K, D, biases, met, shares, weight_shares, _ = line
     C, g, c = classes.shape[1], to[biases : biases + K], to[shares : shares + K]
     if D > 0:
         of_weights = (to[: K * D], to[weight_shares:], K)
@@ -91,35 +88,14 @@ def sum_quarter(
             to[met + classes[b, i]] += 1
 
 
-@njit(**OPTIONS)
-def add_line(to: Array, more: Array, n: int) -> None:
-    """Add the first n numbers, leaving zeros."""
-    for i in range(n):
-        to[i] = to[i] + more[i]
-        more[i] = 0
-
-
-@njit(**OPTIONS)
-def add_quarters(lines: Array, n: int) -> Array:
-    """All of one, two or four quarters in the first of these lines, of which n numbers count; zeros in the others."""
-    to = lines[0]
-    if lines.shape[0] == 2:
-        add_line(to, lines[1], n)
-    if lines.shape[0] == 4:
-        a, b, c = lines[1], lines[2], lines[3]
-        for i in range(n):
-            to[i] = (to[i] + a[i]) + (b[i] + c[i])
-            a[i] = b[i] = c[i] = 0
-    return to
-
-
-def push_quarters(steps: Steps) -> Callable[..., None]:
+def line_steps(steps: Steps) -> Callable[..., None]:
+    """The steps that follow from a line."""
     step_row, step_biases = steps.row, steps.biases
 
     @njit(**OPTIONS)
     def step_line(total: Array, line: tuple, arrays: tuple, rule_: tuple, with_shares: bool) -> None:
         """The steps of all classes that were met, and of all biases; clears the line."""
-        K, D, biases, met, _, shares, weight_shares = line[:7]
+        K, D, biases, met, shares, weight_shares, _ = line
         rule, size = Rule(*rule_), D if with_shares else 0
         for k in range(K if D > 0 else 0):
             if total[met + k] > 0:
@@ -128,16 +104,21 @@ def push_quarters(steps: Steps) -> Callable[..., None]:
                 step_row(rule, arrays, k, total[k * D : (k + 1) * D], c)
         step_biases(0, K, total[biases : biases + K], total[shares : shares + K], arrays, rule_)
 
-    def push_quarters(
+    return step_line
+
+
+def push_rows(steps: Steps) -> Callable[..., None]:
+    step_line = line_steps(steps)
+
+    def push_rows(
         pairs: Array, x: Array, at: Array, grad: Array, share: Array, arrays: tuple, rule: tuple, line: tuple,
-        lines: Array,
+        sums: Array,
     ) -> None:  # fmt: skip
         """All pairs, from dense rows x[at], where a gradient of size K x D is small; where x has no columns there are
-        only biases, and at least as many pairs as classes. `lines` are zero before and after."""
+        only biases, and at least as many pairs as classes. `sums` are zero before and after."""
         B = pairs.shape[0]
-        for part in range(PARTS):
-            lo, hi = B * part // PARTS, B * (part + 1) // PARTS
-            sum_quarter(lo, hi, pairs, x, at, grad, share, line, lines[part])
-        step_line(add_quarters(lines, line[7]), line, arrays, rule, share.shape[0] > 0)
+        for lo in range(0, B, ROWS_AT_ONCE):
+            add_rows(lo, min(lo + ROWS_AT_ONCE, B), pairs, x, at, grad, share, line, sums)
+        step_line(sums, line, arrays, rule, share.shape[0] > 0)
 
-    return push_quarters
+    return push_rows
