@@ -1,4 +1,4 @@
-"""Dense rows in memory-mapped files: the fits of rows in memory, without a copy of them."""
+"""Dense rows in memory-mapped files: fits equal those to rows in memory, without a copy."""
 
 import subprocess
 import sys
@@ -84,12 +84,12 @@ def test_larger_files_are_shuffled_by_blocks_and_each_row_comes_once(tmp_path, m
     assert isinstance(order.orders_of(as_rows(X), 0, np.arange(N), 16, None), order.Orders)
     settings = {"random_state": 0, "n_sampled_classes": 8, "max_epochs": 5, "prior_variance": 1.0}
     a, b = (AugmentReduceClassifier(**settings).fit(rows, y) for rows in (X, on_disk(tmp_path, X)))
-    assert abs(a.log_likelihood(X, y) - b.log_likelihood(X, y)) < 0.05  # another order of rows
+    assert abs(a.log_likelihood(X, y) - b.log_likelihood(X, y)) < 0.05  # a different order of rows
 
 
 def test_other_arrays_and_devices(tmp_path):
     X, y = sample()
-    for other in (np.asfortranarray(X), X.astype(np.int64)):  # read as before, into memory
+    for other in (np.asfortranarray(X), X.astype(np.int64)):  # loaded into memory
         clf = AugmentReduceClassifier(max_epochs=1, random_state=0, n_sampled_classes=8)
         found = clf.fit(on_disk(tmp_path, other), y).coef_
         np.testing.assert_array_equal(found, clf.fit(np.array(other), y).coef_)
@@ -106,8 +106,8 @@ DENSE = MEMORY.replace(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_memory_does_not_grow_with_the_rows_but_for_a_few_numbers_each(tmp_path):
-    """Rows of 2.4 kB, four times as many; a copy would be 18,000 times that. A quarter of it leaves room for labels,
-    order and what an allocator keeps."""
+    """Rows of 2.4 kB, four times as many: a copy would add 18,000 rows. The limit is a quarter of that, for labels,
+    order and memory that the allocator keeps."""
     folders, sizes, rng = [], (6_000, 24_000), np.random.default_rng(0)
     for n in sizes:
         folder = tmp_path / str(n)

@@ -1,4 +1,4 @@
-"""Fits over ranks that were stopped go on from their checkpoints: on as many ranks, on others, in one process."""
+"""Interrupted fits over ranks resume from their checkpoints: on the same number of ranks, another, or one process."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.helpers.rank_processes import run_on_ranks
 
 K, N, D = 13, 150, 8
 BASE = {"n_sampled_classes": 6, "batch_size": 32, "prior_variance": 1.0, "random_state": 0, "n_jobs": 1}
-WAIT = 5  # steps at the start that wait for their own sums; by default 200
+WAIT = 5  # first steps that wait for their own sums; by default 200
 SETTINGS: dict[str, dict[str, Any]] = {
     "late": {"max_iter": 40, "dtype": "float64"},
     "late, drawn for each row": {"class_sampling": "uniform", "max_iter": 40},
@@ -49,13 +49,13 @@ def fit(group: Any, settings: dict[str, Any], folder: Path | None = None, **how:
 
 
 def numbers(clf: AugmentReduceClassifier) -> dict[str, Any]:
-    """Weights, optimiser state and q, of all classes; and the history but for its seconds."""
+    """Weights and optimiser state of all classes, q, and the history without seconds."""
     fitted = clf._fitted
     whole = (lambda x: x) if fitted.partition is None else fitted.partition.whole
     found = {f"weight_state {i}": whole(x).numpy() for i, x in enumerate(fitted.parameters.weight_state)}
     found |= {"weight": whole(fitted.parameters.weight).numpy(), "bias": whole(fitted.parameters.bias).numpy()}
     found |= {f"local {name}": x.numpy() for name, x in fitted.local.items()}
-    own = ("seconds", "floor_hits") if "amortised" in str(clf.local_step) else ("seconds",)  # each rank counts its own
+    own = ("seconds", "floor_hits") if "amortised" in str(clf.local_step) else ("seconds",)  # of each rank alone
     found |= {name: column for name, column in clf.history_.items() if name not in own}
     return found | {"iterations": clf.n_iter_, "probability": clf.predict_proba(rows()[0][:9])}
 
@@ -65,7 +65,7 @@ class Stop(Exception):
 
 
 def stopped(group: Any, settings: dict[str, Any], folder: Path) -> None:
-    """A fit that ends by an error, some steps after a checkpoint."""
+    """A fit that raises an exception some steps after a checkpoint."""
     real, last = loop.step, settings["max_iter"] - 5
 
     def step(problem: Any, state: Any, order: Any, clock: Any, **others: Any) -> Any:
@@ -81,11 +81,11 @@ def stopped(group: Any, settings: dict[str, Any], folder: Path) -> None:
         loop.step = real
 
 
-# ---- the same ranks, bit for bit; others, to rounding ----
+# ---- the same number of ranks: bit for bit; another: up to rounding ----
 
 
 def on_two(group: Any, place: Path) -> dict[str, dict[str, Any]]:
-    """Each kind of fit undisturbed, and stopped and gone on with; a copy of the checkpoints stays for other ranks."""
+    """Each fit uninterrupted, and interrupted and resumed; a copy of the checkpoints is kept for other ranks."""
     found = {}
     for name, settings in SETTINGS.items():
         found[name] = numbers(fit(group, settings))
@@ -96,14 +96,14 @@ def on_two(group: Any, place: Path) -> dict[str, dict[str, Any]]:
         assert again.keys() == found[name].keys()
         for what, values in found[name].items():
             assert np.array_equal(again[what], values, equal_nan=True), (name, what)
-        ended = numbers(fit(group, settings, place / name))  # nothing is trained
+        ended = numbers(fit(group, settings, place / name))  # without training
         assert np.array_equal(ended["weight"], again["weight"])
         assert np.array_equal(ended["probability"], again["probability"])
     found["from one process"] = numbers(fit(group, SETTINGS["newton"], place / "one process"))
     return found
 
 
-SAME_ON_OTHERS = [name for name in SETTINGS if "amortised" not in name]  # whose floor is of each rank's part of a sum
+SAME_ON_OTHERS = [name for name in SETTINGS if "amortised" not in name]  # the floor is of each rank's part of a sum
 
 
 def go_on(group: Any, place: Path) -> dict[str, dict[str, Any]]:
@@ -117,7 +117,7 @@ def go_on(group: Any, place: Path) -> dict[str, dict[str, Any]]:
 
 
 def at_load(group: Any, settings: dict[str, Any], folder: Path) -> np.ndarray:
-    """The weights with which a fit goes on, with the late step's gradient pushed."""
+    """The weights from which a fit resumes, after the gradient of the late step is applied."""
     real, found = loop.step, []
 
     def step(problem: Any, state: Any, order: Any, clock: Any, **others: Any) -> Any:
@@ -168,11 +168,11 @@ def test_a_stopped_fit_goes_on_wherever_it_is_started_again(tmp_path):
     np.testing.assert_allclose(expected["from one process"]["weight"], expected["newton"]["weight"], atol=1e-9)
 
 
-# ---- what is refused, or passed over ----
+# ---- refused and skipped checkpoints ----
 
 
 def other_calls(group: Any, place: Path) -> dict[str, str]:
-    """What each call says on this rank; the group is as good as new after each."""
+    """The error or warning of each call on this rank; the process group remains usable after each."""
     settings, (X, y), rank = SETTINGS["newton"], rows(), dist.get_rank(group)
     stopped(group, settings, place / "c")
     if rank == 0:
@@ -240,7 +240,7 @@ def test_damage_and_other_fits_are_told_on_every_rank(tmp_path):
 
 
 def full_disk(group: Any, place: Path) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
-    """The second and third checkpoint cannot be written by rank 1."""
+    """Rank 1 cannot write the second and the third checkpoint."""
     real, calls = rank_files._digests, []
 
     def digests(ranks: Any, folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Collectives that are under way when a process ends."""
+"""Collectives that are pending when a process exits."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from tests.helpers.rank_processes import run_on_ranks
 
 
 def end_with_sums_under_way(group):
-    """What the end of an interpreter finds: a forked process has nothing to wait for, this one has waited."""
+    """The state at exit: a forked process has no pending collective, this one has waited for its own."""
     ranks = Ranks(group)
     kept = ranks.start_sum(torch.full((3,), ranks.rank + 1.0))
     ranks.start_sum(torch.ones(3)).wait()

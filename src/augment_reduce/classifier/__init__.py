@@ -1,1 +1,1 @@
-"""What AugmentReduceClassifier (`estimator.py`) is made of: its methods, by what they are about."""
+"""The base classes of AugmentReduceClassifier (`estimator.py`): its methods, by purpose."""

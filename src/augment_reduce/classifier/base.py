@@ -1,4 +1,4 @@
-"""What the parts of the classifier know of each other."""
+"""The attributes that the base classes of the classifier share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..training.fit import Fitted
 
 
 class ClassifierBase(BaseEstimator):
-    """The parameters and fitted attributes that more than one part reads."""
+    """Parameters and fitted attributes that are used in more than one base class."""
 
     model: str | Noise
     preset: str | None

@@ -1,4 +1,4 @@
-"""The fitted attributes: coefficients that may be modified or assigned, history, prior."""
+"""The fitted attributes: coefficients, which may be modified or assigned, history, prior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import ClassifierBase
 
 
 class Coefficients(ClassifierBase):
-    """`coef_` and `intercept_` are computed from the weights of training when they are first read."""
+    """`coef_` and `intercept_` are computed from the weights at the first access."""
 
     prior_variance_: float | None
 
@@ -68,7 +68,8 @@ class Coefficients(ClassifierBase):
             linear.take_up(self._fitted, *self._coefficients)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drops the cached coefficients, which share memory with the weights and would not after a copy."""
+        """The state without the cached coefficients: they share memory with the weights, but copies of them would
+        not."""
         self._apply_coefficients()
         state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name != "_coefficients"}
@@ -85,7 +86,7 @@ class Coefficients(ClassifierBase):
         return self
 
     def densify(self) -> Self:
-        """Store the weights as a dense array again, as training needs them."""
+        """Store the weights as a dense array again, which training needs."""
         check_is_fitted(self)
         self._apply_coefficients()
         if self._fitted.sparse_weight is not None:

@@ -1,4 +1,4 @@
-"""Model files of the classifier, and models that are shared out over ranks."""
+"""Model files of the classifier, and models loaded with sharded classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Files(Coefficients):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the model and the training state (exact resume) to one file, atomically and without pickle.
 
-        With a process group all ranks call it, and the first one writes the file, an ordinary one of all classes.
+        With a process group it is collective: the first rank writes an ordinary file of all classes.
         """
         check_is_fitted(self)
         self._apply_coefficients()
@@ -42,8 +42,8 @@ class Files(Coefficients):
     def load(cls, path: str | os.PathLike[str], **objects: Any) -> Self:
         """Load a model saved by `save`; an invalid file raises `ModelFileError`.
 
-        Parameters that were objects of your own (a noise) have to be passed again. So do `n_jobs` and `device`, which
-        are not stored. Other parameters may be passed, too. With a `process_group` each rank keeps its own classes.
+        User-defined objects among the parameters (a noise), `n_jobs` and `device` are not stored and have to be passed
+        again. Other parameters may be passed, too. With a `process_group` each rank keeps its own classes.
         """
         ranks = ranks_of(objects.get("process_group"))
         with ranks.agree_on_errors("the loading of a model"):
@@ -55,7 +55,7 @@ class Files(Coefficients):
         return clf
 
     def _share_out(self, ranks: Ranks) -> None:
-        """Keep this rank's classes of a model that all ranks have loaded."""
+        """Keep only this rank's classes of a model that every rank has loaded completely."""
         fitted = self._fitted
         facts = {
             "the number of classes K": len(self.classes_),

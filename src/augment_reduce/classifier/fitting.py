@@ -1,4 +1,4 @@
-"""From checked rows to a trained model: settings, memory, the search for the prior, training."""
+"""From validated rows to a trained model: settings, memory, the search for the prior, training."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Fit:
     rows: fitting.TrainingRows  # the training rows
     shape: Shape
     options: dict[str, Any]
-    state_bytes: int  # of what a checkpoint holds
+    state_bytes: int  # of a checkpoint
 
 
 class Fitting(Coefficients):
-    """What `fit` and `partial_fit` have in common."""
+    """The part that `fit` and `partial_fit` share."""
 
     def _ranks(self) -> Ranks:
-        """The processes of this fit; a model that is there has to be of the same ones."""
+        """The ranks of this fit; those of the existing model if its process group is the same."""
         ranks = ranks_of(self.process_group)
         fitted: fitting.Fitted | None = getattr(self, "_fitted", None)
         if fitted is None or fitted.partition is None:
@@ -50,7 +50,8 @@ class Fitting(Coefficients):
         return fitted.partition.ranks if fitted.partition.ranks.group is ranks.group else ranks
 
     def _agreed(self, rows: fitting.TrainingRows, ranks: Ranks, **more: Any) -> Partition | None:
-        """The classes of this process, when all ranks have the same rows, parameters and `more`; None: all classes."""
+        """This rank's classes, after checking that all ranks have the same rows, parameters and `more`; None for one
+        process."""
         if ranks.size == 1:
             return None
         facts = agreement.facts_of_fit(self.get_params(deep=False), rows, self.classes_)
@@ -60,7 +61,7 @@ class Fitting(Coefficients):
     def _prepare(
         self, noise: Noise, rows: fitting.TrainingRows, partition: Partition | None, *, anew: bool, stream: bool = False
     ) -> Fit:  # fmt: skip
-        """Resolve all settings; allocate parameters, or check that training can continue with the present ones."""
+        """Resolve all settings; allocate parameters, or check that training can continue with the existing ones."""
         ranks, seed = Ranks(None) if partition is None else partition.ranks, None
         if partition is not None and self.random_state is None:
             seed = agreement.common_seed(ranks, self._seed())
@@ -112,7 +113,7 @@ class Fitting(Coefficients):
             self.densify()
             self._apply_coefficients()
             fitting.check_can_go_on(self._fitted, settings)
-            self._fitted.partition = partition  # `sync` may be another
+            self._fitted.partition = partition  # `sync` may have changed
         return Fit(settings, own, rows, shape, options, state_bytes(settings, shape, self.early_stopping))
 
     def _train(

@@ -1,4 +1,4 @@
-"""Checks of rows, labels and parameters, as scikit-learn's estimators make them."""
+"""Validation of rows, labels and parameters, as in scikit-learn's estimators."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ACCEPTED = {"accept_sparse": "csr", "dtype": (np.float64, np.float32), "accept_l
 
 
 class Inputs(ClassifierBase):
-    """What is refused before anything is trained or predicted."""
+    """Input validation before training and prediction."""
 
     @contextlib.contextmanager
     def _unchanged_if_refused(self) -> Iterator[None]:
-        """Refused input leaves the estimator and its model unchanged."""
+        """Restore the attributes of the estimator if an exception is raised, such as for invalid input."""
         before = dict(vars(self))
         try:
             yield
@@ -60,7 +60,7 @@ class Inputs(ClassifierBase):
         return X, y, sample_weight
 
     def _checked_features(self, X: Any) -> Any:
-        """Rows to predict for."""
+        """The validated rows of a prediction."""
         with config_context(array_api_dispatch=False):
             if is_mapped(X):
                 mapped.check_features(self, X, reset=False)

@@ -22,15 +22,15 @@ from .inputs import Inputs
 
 
 class Predictions(Inputs, Coefficients):
-    """What a fitted model is asked."""
+    """The prediction methods of a fitted model, `log_likelihood` and `diagnose`."""
 
     def _scores_of(self, X: Any) -> linear.LinearScores:
         X, _ = self._checked(X)
         return linear.LinearScores.of(X, self._fitted)
 
     def _checked(self, X: Any, y: Any = None) -> tuple[Any, np.ndarray]:
-        """Rows to predict for, with the numbers of their labels if these are given; an error of one rank is raised on
-        all."""
+        """The validated rows, and the positions in `classes_` of their labels if given. An error on one rank is raised
+        on all."""
         check_is_fitted(self)
         partition, codes, error = self._fitted.partition, np.empty(0, np.int64), None
         try:
@@ -93,10 +93,10 @@ class Predictions(Inputs, Coefficients):
 
     @contextlib.contextmanager
     def _predicting(self, scores_of: linear.LinearScores, numbers: int) -> Iterator[None]:
-        """Set the threads, and check the memory, for a prediction of that many numbers per row."""
+        """Set the threads, and check the memory, for a prediction with `numbers` results a row."""
         needed = predict.bytes_needed(scores_of.n_rows, len(self.classes_), numbers)
         check_prediction(needed, scores_of.n_rows, len(self.classes_))
-        n_jobs = 1 if scores_of.partition is not None else self.n_jobs  # blocks of rows in one order on all ranks
+        n_jobs = 1 if scores_of.partition is not None else self.n_jobs  # ranks: all in the same order of blocks
         with threads(n_jobs), memory_errors("This prediction", needed, loads=True):
             yield
 
@@ -125,7 +125,7 @@ class Predictions(Inputs, Coefficients):
         return float(np.average(values.numpy(), weights=sample_weight))
 
     def diagnose(self, X: Any, y: Any) -> diagnosis.Diagnosis:
-        """Print what may be wrong with this model, judged on these rows (best held-out ones) or on training statistics.
+        """Print possible problems of this model, from these rows (preferably validation rows) and training statistics.
 
         `"over-fit" in clf.diagnose(X, y)`; other names: "under-fit", "not converged", "loose bound", "unscaled
         columns", "other units", "label noise", "worse than class frequencies".

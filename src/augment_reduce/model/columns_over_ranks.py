@@ -1,12 +1,12 @@
-"""Predictions from scores of which every process has the columns of its own classes: a few numbers a row travel.
+"""Predictions with sharded classes: each rank scores its own classes, and ranks exchange a few numbers a row.
 
-    highest scores    each rank's k highest with their classes, and then the k highest of these
-    softmax           log p_k = psi_k - log sum_k' e^{psi_k'}: the log of each rank's own sum
-    other noises      eq. (5) by quadrature, where G(v) = sum_k log Phi(v - psi_k) is a sum over classes: where it is
-                      interpolated (`MaxUtility`), its weights at M points, 16 for every 2 or so of the range of scores;
-                      where classes are fewer than 2 M, or the noise takes another quadrature, all scores
+    highest scores    gathers the k highest of each rank with their classes, and selects the k highest of these
+    softmax           log p_k = psi_k - log sum_k' e^{psi_k'}: gathers the log-sum-exp of each rank's scores
+    other noises      eq. (5) by quadrature; G(v) = sum_k log Phi(v - psi_k) is a sum over classes. If it is
+                      interpolated (`MaxUtility`): all-reduces its weights at M points, 16 for each bin of the range of
+                      scores. With fewer than 2 M classes, or a noise that uses another quadrature: gathers all scores
 
-All ranks call for the same rows in the same order, and get the same bits.
+Collective: all ranks call for the same rows in the same order, and get the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .predict import Columns, highest
 
 
 class ColumnsOverRanks(Columns):
-    """The classes of a partition that are here."""
+    """The columns of this rank's classes."""
 
     def __init__(self, partition: Partition) -> None:
         super().__init__(partition.shard.n_classes)
@@ -30,7 +30,7 @@ class ColumnsOverRanks(Columns):
         self.n_here = len(partition.shard)
 
     def first_not_finite(self, psi: Tensor) -> int | None:
-        """The same on every rank, so that all raise."""
+        """As in `Columns`; the same on every rank, so that all raise."""
         found = super().first_not_finite(psi)
         here = len(psi) if found is None else found
         first = -int(self.ranks.max_(torch.tensor([-here]), "whether scores are finite"))
@@ -49,7 +49,7 @@ class ColumnsOverRanks(Columns):
         return every.gather(1, best), theirs.gather(1, best)
 
     def _side_by_side(self, own: Tensor) -> Tensor:
-        """(B, R n) of (B, n) on each rank."""
+        """(B, R n): the arrays (B, n) of all ranks, concatenated."""
         return self.ranks.gather(own, "the highest scores").permute(1, 0, 2).flatten(1)
 
     def log_likelihood(self, noise: Noise, psi: Tensor, labels: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class ColumnsOverRanks(Columns):
 
 
 class MaxUtilityOverRanks(MaxUtility):
-    """A `MaxUtility` of all classes, from those that are here; the highest score of each row, on any rank, is zero."""
+    """The `MaxUtility` of all classes, all-reduced; the highest score of a row over all ranks has to be zero."""
 
     def __init__(
         self, noise: Noise, psi: Tensor, lowest: Tensor, width: float, n_bins: int, ranks: Ranks

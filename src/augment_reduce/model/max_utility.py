@@ -43,19 +43,20 @@ class MaxUtility:
             self.at, self.weight = self.points(), self.weights_of_points()
 
     def points(self) -> Tensor:
-        """(B, M)"""
+        """(B, M): the Chebyshev points of the bins."""
         offset = self.psi.new_tensor(np.arange(self.n_bins)[:, None] + (POINTS + 1.0) / 2.0).flatten()
         return (self.low[:, None] + self.width * offset).minimum(self.top[:, None] + self.width)
 
     def weights_of_points(self) -> Tensor:
-        """(B, M), a sum over the classes."""
+        """(B, M): the weight of each point, a sum over the classes."""
         moments = self.psi.new_zeros(DEGREE, len(self.psi), self.n_bins)
         for moment, (bins, polynomial) in zip(moments, self._basis(), strict=True):
             moment.scatter_add_(1, bins, polynomial)
         return (moments.permute(1, 2, 0) @ self.psi.new_tensor(TO_POINTS)).flatten(1)
 
     def _basis(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its place in there."""
+        """For j = 0, 1, ...: the bin of every class (B, K), and the Chebyshev polynomial T_j at its position in the
+        bin."""
         place = (self.psi - self.low[:, None]) / self.width
         bins = place.floor().clamp_(max=self.n_bins - 1).long()
         x = 2.0 * (place - bins) - 1.0
@@ -77,7 +78,7 @@ class MaxUtility:
     def log_below(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G(v) of `rows` (all by default) at v (b, Q)."""
         total = self._sum("log_cdf", v, rows)
-        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # the rest: inf - inf, far out in the tail
+        return torch.where(total < 1.0, total.clamp(max=0.0), -math.inf)  # else: inf - inf, far in the tail
 
     def slope(self, v: Tensor, rows: Tensor | None = None) -> Tensor:
         """G'(v) >= 0, like `log_below`."""
@@ -126,6 +127,6 @@ def maxima(noise: Noise, psi: Tensor) -> Iterator[tuple[slice, MaxUtility]]:
     Only differences matter, so the largest score of each row is subtracted: float64 cannot resolve a grid at 1e30.
     """
     width = bin_width(noise, psi.device) if psi.shape[1] >= 2 * DEGREE else None
-    for block in chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: room for the nodes where classes are few
+    for block in chunks(len(psi), max(512, psi.shape[1]), psi.device):  # 512: for the nodes, if there are few classes
         scores = psi[block].double()
         yield block, MaxUtility(noise, (scores - scores.amax(1, keepdim=True)).clamp_(min=-FURTHEST), width)

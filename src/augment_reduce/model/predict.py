@@ -1,9 +1,9 @@
 """Prediction over many rows, in blocks: N x K arrays are allocated only for results of that size.
 
-Everything is read off a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)` (of
-the classes of one process, where others have the rest and `columns` say so):
-who calls it need not say whether the rows are dense, sparse, or the output of a network. What a score means is the
-noise's affair (quadrature.py): eq. (1) for softmax, eq. (5) for every other.
+The input is a function that scores a block of rows, `scores_of(start, stop) -> psi (stop - start, K)`, for dense or
+sparse rows or the output of a network; with sharded classes it scores the classes of this rank, and `columns` combines
+them with those of other ranks. Probabilities are computed by the noise (quadrature.py): eq. (1) for softmax, eq. (5)
+for the others.
 
 Blocks are distributed over `threads.get_num_threads()` threads. Their sizes depend on the numbers of rows and classes
 only, and so do the results.
@@ -48,13 +48,13 @@ def bytes_needed(n_rows: int, n_classes: int, numbers: int) -> int:
 
 
 class Columns:
-    """What the columns of scores are: here, all classes. `columns_over_ranks` has those of one process of several."""
+    """Operations over the columns of scores, here all classes; `ColumnsOverRanks` if the classes are sharded."""
 
     def __init__(self, n_classes: int) -> None:
         self.n_classes = self.n_here = n_classes
 
     def first_not_finite(self, psi: Tensor) -> int | None:
-        """The first row with NaN or infinity."""
+        """The first row with NaN or infinity; None if there is none."""
         return None if psi.isfinite().all() else int(psi.isfinite().all(1).logical_not().nonzero()[0])
 
     def highest(self, psi: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Columns:
         return quadrature.log_likelihood(noise, psi, labels)
 
     def log_proba_of(self, noise: Noise, psi: Tensor, classes: Tensor, scores: Tensor) -> Tensor:
-        """log p of these classes (B, C), whose scores are known."""
+        """log p of these classes (B, C), given their scores."""
         return quadrature.log_proba_of(noise, psi, classes)
 
 
@@ -131,7 +131,7 @@ def log_likelihood(
         out[rows] = of.log_likelihood(noise, psi, labels[rows].to(psi.device, torch.int64))
 
     _for_blocks(work, scores_of, len(labels), of, budget_bytes)
-    return out.clamp_(max=0.0)  # a certain label may come out at +1e-14
+    return out.clamp_(max=0.0)  # rounding may give +1e-14 for a certain label
 
 
 def log_likelihood_importance(
@@ -148,7 +148,7 @@ def log_likelihood_importance(
     comparison."""
     _check_labels(labels, n_classes)
     out = torch.empty(len(labels), dtype=torch.float64)
-    for start, stop in row_blocks(len(labels), n_classes, budget_bytes):  # in their order: all draw from one generator
+    for start, stop in row_blocks(len(labels), n_classes, budget_bytes):  # in order: all draw from one generator
         psi, rows = _checked_scores(scores_of, start, stop, Columns(n_classes)), slice(start, stop)
         y = labels[rows].to(psi.device, torch.int64)
         out[rows] = quadrature.log_likelihood_importance(noise, psi, y, generator=generator, n_samples=n_samples)

@@ -228,7 +228,7 @@ def log_proba_of(noise: Noise, psi: Tensor, classes: Tensor, *, closed_form: boo
 
 @torch.no_grad()
 def log_proba_on(maximum: MaxUtility, s: Tensor) -> Tensor:
-    """log P(s), (B, C), of classes with these scores."""
+    """log P(s), (B, C), of classes with scores `s`, given G of all classes."""
     out = torch.empty_like(s)
     for rows, v, log_weight in grid_for(maximum, s):
         out[rows] = _log_sum(maximum, v, log_weight, s[rows])

@@ -3,7 +3,7 @@
     folder/step-00000120/shard-00001-model-....safetensors      tensors, by torch.distributed.checkpoint
                          manifest.json                          shapes, dtypes and files; written last
 
-Written and read by `persistence.rank_files`; here, which tensors of a network have rows of classes.
+`persistence.rank_files` writes and reads the files; this module selects the tensors with rows of classes.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _State:
         return rank_files.in_order(shards.chunks, own)
 
     def places_for(self, path: Path, manifest: dict[str, Any]) -> dict[str, Tensor]:
-        """Empty tensors for what is in a checkpoint; ModelFileError where it is of another model."""
+        """Empty tensors for the contents of a checkpoint; ModelFileError if it is of another model."""
         stored = {
             name: (rank_files.dtype_of(kind), tuple(shape)) for name, (kind, shape) in manifest["tensors"].items()
         }

@@ -82,6 +82,7 @@ class Shards:
 
     @property
     def chunks(self) -> Chunks:
+        """Consecutive classes, as in files and DTensors."""
         return Chunks(self.ranks, self.layout)
 
     def trunk_factor(self) -> float:

@@ -3,7 +3,7 @@
     fit.json                       identifies the fit: version, parameters, rows (their shape and a hash), classes
     step-000000012000.safetensors  the model and the training state after iteration 12,000, as `save` writes it
     step-000000012000/             the same of a fit over ranks (`rank_checkpoints`)
-    lock                           held by the process that writes, the first rank
+    lock                           held by the process that writes; over ranks, by the first one
 
 Every file is written atomically, and the last two states are kept: a kill at any time, also during a write, loses the
 iterations since the last one. A fit with other rows, parameters or release than the folder's is refused.
@@ -43,7 +43,7 @@ DESCRIPTION, LOCK = "fit.json", "lock"
 STEP = re.compile(r"step-(\d{12})(\.safetensors)?")
 KEPT = 2
 SECONDS = 600.0  # between two checkpoints, by default
-COMPARED = 64  # steps, after which ranks tell each other whether one of them finds that it is time
+COMPARED = 64  # steps between the collectives by which ranks decide whether SECONDS have passed
 MAY_DIFFER = ("n_jobs", "device", "verbose", "warm_start", "process_group")
 BYTES_AT_ONCE = 1 << 24
 ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # in the repr of an object
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def remove_old(self, iteration: int) -> None:
         there = steps_of(self.folder)
-        good = [old for number, old in there if number <= iteration]  # this fit did not go on from later ones
+        good = [old for number, old in there if number <= iteration]  # later ones are of another run
         for old in {old for _, old in there} - set(good[:KEPT]):
             if old.is_dir():
                 rank_files.remove(old)
@@ -103,7 +103,7 @@ class Checkpoints:
                 old.unlink()
 
     def check_space(self, bytes_of_state: int) -> None:
-        """Refuse a folder that has no room for the states that are kept and the one that is being written."""
+        """Refuse a folder without space for the states that are kept and the next one."""
         with self.ranks.agree_on_errors("looking for room for checkpoints"):
             if self.ranks.rank == 0:
                 there = sum(size_of(path) for _, path in steps_of(self.folder))
@@ -115,9 +115,10 @@ def checkpoints(
     estimator: Any, path: str | os.PathLike[str] | None, every: int | None, rows: TrainingRows,
     partition: Partition | None = None,
 ) -> Iterator[Checkpoints | None]:  # fmt: skip
-    """The checkpoints of a fit of `estimator` to these rows, in the folder `path`, which is made if it is missing.
+    """The checkpoints of a fit of `estimator` to these rows, in the folder `path`, created if missing.
 
-    All ranks of a `partition` call it together: the first looks after the folder, which every one has to see.
+    Collective over the ranks of a `partition`: the first rank creates, locks and describes the folder, which has to be
+    visible to all.
     """
     if path is None:
         yield None
@@ -134,7 +135,7 @@ def checkpoints(
 
 
 def describe(folder: Path, now: dict[str, Any]) -> None:
-    """Write down which fit the folder is of, or refuse one of another fit."""
+    """Write the description of the fit; CheckpointError if the folder is of another fit."""
     if (folder / DESCRIPTION).exists():
         check_same(folder, now)
     elif steps_of(folder):
@@ -292,7 +293,8 @@ def last_state(kept: Checkpoints) -> Fitted | None:
 
 
 def load_state(kept: Checkpoints, path: Path) -> tuple[Fitted | None, str]:
-    """(the state, or None; why it cannot be read). Of one process's file each rank keeps its own classes."""
+    """(the state or None, the reason why it cannot be read or ""). From a file of one process each rank keeps its own
+    classes."""
     fitted, reason = None, ""
     if not path.suffix:
         return rank_checkpoints.load(kept.estimator, path, kept.ranks, kept.partition)

@@ -1,9 +1,9 @@
-"""A checkpoint of a fit over ranks: a folder that they write together, each the rows of its own classes.
+"""Checkpoints of a fit with sharded classes: a folder in which each rank writes the rows of its own classes.
 
     step-000000012000/shard-00001-model-....safetensors, ...    the arrays of a model file, and `late` (`Fitted.late`)
                       manifest.json                             with the description of a model file
 
-Any number of ranks goes on from it, one process too.
+Any number of ranks, or one process, can resume from it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROWS = re.compile(r"(weight|bias)(_state\.\d+)?|best\.(weight|bias)")  # arrays 
 
 
 def save(estimator: saving.Estimator, path: Path, partition: Partition) -> None:
-    """Write the present state, on all ranks together; an error on one is raised on all."""
+    """Write the current state. Collective; an error on one rank is raised on all."""
     ranks = partition.ranks
-    with torch.inference_mode(False):  # the fit is in it; torch.distributed.checkpoint takes ordinary tensors
+    with torch.inference_mode(False):  # the fit runs in it; torch.distributed.checkpoint needs normal tensors
         description: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         with ranks.agree_on_errors("the checks of a checkpoint"):
@@ -41,7 +41,7 @@ def save(estimator: saving.Estimator, path: Path, partition: Partition) -> None:
 def load(
     estimator: saving.Estimator, path: Path, ranks: Ranks, partition: Partition | None
 ) -> tuple[Fitted | None, str]:  # fmt: skip
-    """(the state, or None; what is wrong with the checkpoint), the same verdict on every rank."""
+    """(the state or None, a description of the damage or ""), the same decision on every rank. Collective."""
     manifest, problem = rank_files.read_manifest(path)
     if problem := _told(ranks, problem):
         return None, problem
@@ -72,11 +72,12 @@ def load(
 
 
 def _told(ranks: Ranks, problem: str) -> str:
-    """The first problem of any rank."""
+    """The first problem that a rank reports, or ""; the same on every rank."""
     return next((text for text in ranks.gather_text(problem, "checking a checkpoint") if text), "")
 
 
 def _places(path: Path, manifest: dict[str, Any], chunks: Chunks) -> dict[str, Tensor]:
+    """Empty tensors for the contents of a checkpoint; ModelFileError if its number of classes differs."""
     K = chunks.shard.n_classes
     places = {}
     for name, (kind, shape) in manifest["tensors"].items():

@@ -1,12 +1,12 @@
-"""Folders of tensors that ranks write together, and that any number of ranks reads.
+"""Folders of tensors, written collectively by the ranks and read by any number of ranks.
 
     folder/shard-00001-model-....safetensors    tensors, by torch.distributed.checkpoint
-           manifest.json                        what they are, their files with sizes and SHA-256; written last
+           manifest.json                        shapes, dtypes, files with sizes and SHA-256; written last
 
-Tensors with a row for each class stand in the files in the order of the classes, whatever the ranks were; each rank
-writes a chunk of consecutive classes. All other tensors are the same on every rank, and stored once. No pickle.
+Tensors with a row for each class are stored in the order of the classes, independent of the number of ranks; each rank
+writes a chunk of consecutive classes. Other tensors are the same on every rank, and stored once. No pickle.
 
-The folder is written under a hidden name and renamed when it is whole.
+The folder is written under a hidden name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MANIFEST, FORMAT = "manifest.json", 1
 BYTES_AT_ONCE = 1 << 24
 
 
-# torch.distributed.checkpoint and DTensor take .6 s to import, so that is left until something is written or read.
+# torch.distributed.checkpoint and DTensor take .6 s to import, so they are imported at the first use.
 
 
 def hugging_face(name: str) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def hugging_face(name: str) -> Callable[..., Any]:
 
 
 def as_dtensor(chunks: Chunks, chunk: Tensor, shape: tuple[int, ...]) -> DTensor:
-    """The tensor of all classes, of which this rank has a chunk; of `shape` but for the number of rows."""
+    """The tensor of all classes, from this rank's chunk; `shape[1:]` is the shape of a row."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -66,7 +66,7 @@ def as_dtensor(chunks: Chunks, chunk: Tensor, shape: tuple[int, ...]) -> DTensor
 
 
 def in_order(chunks: Chunks, own: Tensor) -> Tensor:
-    """The rows of this rank's classes as files have them."""
+    """The rows of this rank's classes in the order of files: a DTensor, unless there is one rank."""
     if chunks.ranks.size == 1:
         return own
     return as_dtensor(chunks, chunks.to_chunks(own.detach().contiguous()), tuple(own.shape))
@@ -78,7 +78,7 @@ def own_rows(chunks: Chunks, found: Tensor) -> Tensor:
 
 
 def place_for(chunks: Chunks | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """An empty tensor to read into; `chunks` of one with a row for each class."""
+    """A tensor to read into; `chunks` if it has a row for each class, else None."""
     if chunks is None or chunks.ranks.size == 1:
         return torch.zeros(shape, dtype=dtype)
     return as_dtensor(chunks, torch.zeros(len(chunks), *shape[1:], dtype=dtype), shape)
@@ -88,9 +88,9 @@ def place_for(chunks: Chunks | None, dtype: torch.dtype, shape: tuple[int, ...])
 
 
 def write(ranks: Ranks, target: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write `tensors` and `facts` (of JSON's types, the first rank's) as the folder `target`, on all ranks together.
+    """Write `tensors` and `facts` (of JSON types; those of the first rank are stored) to the folder `target`.
 
-    An error on one rank is raised on all, and leaves what there was.
+    Collective. An error on one rank is raised on all, and does not affect earlier checkpoints.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -98,7 +98,7 @@ def write(ranks: Ranks, target: Path, tensors: Mapping[str, Tensor], facts: Mapp
     part = target.with_name(f".{target.name}.part")
     with ranks.agree_on_errors("making a checkpoint's folder"):
         if ranks.rank == 0:
-            for left in target.parent.glob(".step-*.part"):  # by writers that were killed
+            for left in target.parent.glob(".step-*.part"):  # of interrupted writes
                 shutil.rmtree(left, ignore_errors=True)
             part.mkdir(parents=True)
     with together(ranks, "writing a checkpoint"):
@@ -120,7 +120,7 @@ def write(ranks: Ranks, target: Path, tensors: Mapping[str, Tensor], facts: Mapp
 
 
 def remove(folder: Path) -> None:
-    """At once as far as readers can tell."""
+    """Remove a checkpoint; atomic for readers, since it is renamed first."""
     hidden = folder.with_name(f".{folder.name}.old.part")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(hidden)
@@ -144,7 +144,7 @@ def _write_manifest(
 
 
 def _digests(ranks: Ranks, folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of this rank: every file is of one."""
+    """SHA-256 of this rank's share of the files: each file is read by one rank."""
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     return {name: _digest(folder / name) for name in names[ranks.rank :: ranks.size]}
 
@@ -159,7 +159,7 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def together(ranks: Ranks, what: str) -> Iterator[None]:
-    """A call of torch.distributed.checkpoint; what goes wrong on one rank is raised on all, as an OSError."""
+    """For calls of torch.distributed.checkpoint: an error on one rank is raised on all, as an OSError."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with ranks.agree_on_errors(what), warnings.catch_warnings():
@@ -175,7 +175,7 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
-    """(the manifest, what is wrong with the checkpoint or "")."""
+    """(the manifest, a description of the damage or "")."""
     try:
         manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -197,7 +197,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def damage(ranks: Ranks, path: Path, manifest: dict[str, Any]) -> str:
-    """What is wrong with the contents of the files that fall to this rank, or ""."""
+    """A description of the damage in this rank's share of the files, by their checksums, or ""."""
     try:
         for name, digest in _digests(ranks, path).items():
             if manifest.get("sha256", {}).get(name, digest) != digest:
@@ -208,7 +208,7 @@ def damage(ranks: Ranks, path: Path, manifest: dict[str, Any]) -> str:
 
 
 def read(ranks: Ranks, path: Path, places: Mapping[str, Tensor]) -> None:
-    """Fill `places`, on all ranks together."""
+    """Read into the tensors `places`. Collective."""
     import torch.distributed.checkpoint as dcp
 
     with together(ranks, f"reading {path}"):
@@ -219,7 +219,7 @@ def read(ranks: Ranks, path: Path, places: Mapping[str, Tensor]) -> None:
 
 
 def read_alone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(manifest, tensors of all classes), in one process."""
+    """(manifest, tensors of all classes), read by one process; ModelFileError if the folder is damaged."""
     ranks = Ranks(None)
     manifest, problem = read_manifest(path)
     problem = problem or damage(ranks, path, manifest)

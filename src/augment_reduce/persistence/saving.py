@@ -72,7 +72,7 @@ def save(estimator: Estimator, path: str | os.PathLike[str]) -> None:
 
 
 def checked_contents(estimator: Estimator, n_classes: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`contents`, that can be loaded again. `n_classes`: of all ranks, where this one has some of the classes."""
+    """`contents`, validated as on loading. `n_classes`: the number on all ranks, if the classes are sharded."""
     description, tensors = contents(estimator)
     own = {name: getattr(estimator, name) for name in GIVEN_AGAIN if "object" in _table(description, name)}
     try:
@@ -193,7 +193,7 @@ def load(cls: type[Loaded], path: str | os.PathLike[str], objects: dict[str, Any
 
 
 def _of_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Description and arrays of a checkpoint that ranks wrote."""
+    """(description, arrays) of a checkpoint written over ranks."""
     manifest, tensors = rank_files.read_alone(path)
     if not isinstance(manifest.get("description"), dict):
         raise ModelFileError(f"{path} is no checkpoint of a fit: its manifest has no description of a model.")
@@ -201,7 +201,7 @@ def _of_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_fitted(estimator: Estimator, path: str | os.PathLike[str]) -> Fitted:
-    """The training state of a file that `save` wrote for an estimator of these very parameters and classes."""
+    """The training state in a file that `save` wrote for an estimator with the same parameters and classes."""
     return fitted_of(estimator, path, *load_model(path))
 
 
@@ -209,7 +209,8 @@ def fitted_of(
     estimator: Estimator, path: str | os.PathLike[str], description: dict[str, Any], tensors: dict[str, Tensor],
     n_classes: int | None = None,
 ) -> Fitted:  # fmt: skip
-    """The same of what was read from `path`; of some of the `n_classes` where others have the rest."""
+    """The training state from the contents of `path`; `n_classes`: the number on all ranks, if the classes are
+    sharded."""
     own = {name: getattr(estimator, name) for name in GIVEN_AGAIN}
     _checked(type(estimator), path, own, description, tensors, n_classes)
     classes = unpack_names("classes", tensors, description["classes_dtype"])
@@ -222,7 +223,7 @@ def _checked(
     cls: type[Estimator], path: str | os.PathLike[str], objects: dict[str, Any], description: dict[str, Any],
     tensors: dict[str, Tensor], n_classes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The parameters of a file, when all of it has been validated."""
+    """The parameters of a file, after validating its contents."""
     try:
         check_description(description)
         parameters = _parameters(cls, description["parameters"], objects)

@@ -1,8 +1,8 @@
 """Classes sharded over processes: the layout (`layout.py`) and the collectives (`group.py`).
 
-The bound is a sum over classes, so each process sums over its own classes and the sums of all are added up: two or
-three numbers a row, whatever K, D and |S| are. The heads of `nn/` and the estimator's steps both use these modules;
-`partition.py` puts the two together for the estimator, `chunks.py` orders classes as files have them.
+The bound is a sum over classes, so each process sums over its own classes and the sums are all-reduced: two or three
+numbers a row, independent of K, D and |S|. The heads of `nn/` and the estimator's steps use these modules;
+`partition.py` combines the two for the estimator, `chunks.py` converts to and from the order of classes in files.
 """
 
 from .group import PendingSum, RankError, Ranks, RankStopped

@@ -1,4 +1,4 @@
-"""Consecutive classes, as files and DTensors have them, from the interleaved ones of ranks; and back."""
+"""Conversion between the interleaved classes of ranks and chunks of consecutive classes, as in files and DTensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .layout import ClassShard
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunk r of the classes, as torch.chunk cuts them, for rank r."""
+    """Chunk r of the classes, as in torch.chunk, is on rank r."""
 
     ranks: Ranks
     shard: ClassShard
 
     def chunk(self, rank: int) -> tuple[int, int]:
-        """The classes of a rank's chunk, from the first to before the last."""
+        """The classes [start, end) of a rank's chunk."""
         K = self.shard.n_classes
         size = -(-K // self.ranks.size)
         return min(K, rank * size), min(K, (rank + 1) * size)
 
     def __len__(self) -> int:
-        """How many classes this rank's chunk has."""
+        """The number of classes in this rank's chunk."""
         first, end = self.chunk(self.ranks.rank)
         return end - first
 
@@ -43,7 +43,7 @@ class Chunks:
         return self.ranks.swap(chunk[torch.cat(places)], [len(x) for x in places], taken, "rows of a checkpoint")
 
     def _shares(self) -> tuple[list[int], list[Tensor]]:
-        """How many of the own classes each rank's chunk has; where in the own chunk each rank's classes are."""
+        """The number of own classes in each rank's chunk; the positions of each rank's classes in the own chunk."""
         R, rank = self.ranks.size, self.ranks.rank
         first, end = self.chunk(rank)
         counts = [len(range(a + (rank - a) % R, b, R)) for a, b in map(self.chunk, range(R))]

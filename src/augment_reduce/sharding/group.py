@@ -1,13 +1,12 @@
 """The collectives of a sharded step, with counters of the bytes sent, and errors raised on every rank.
 
-A rank that raises while others wait for it would leave them waiting until a time limit. So what can go wrong on one
-rank alone (its rows, its files) is told to all before the first collective of a step (`raise_together`): all ranks
-raise, or none.
-A rank that dies or hangs is named by the others as soon as their collective fails.
+If one rank raises, the others wait in their next collective until a time limit. Errors of a single rank (its rows, its
+files) are therefore exchanged before the first collective of a step (`raise_together`): all ranks raise, or none. If a
+rank dies or hangs, the others name it when their collective fails.
 
-A thread of the backend that frees a tensor of ours needs the interpreter's lock, and aborts the process ("terminate
-called without an active exception") where that is ending. So tensors of the last collectives are kept, and before
-the interpreter ends `_leave_nothing_under_way` waits for those under way and until the backend has let go of all.
+A backend thread that frees one of our tensors needs the interpreter's lock; while the interpreter exits this aborts the
+process ("terminate called without an active exception"). The tensors of the last collectives are therefore kept, and at
+exit `_leave_nothing_under_way` waits for pending collectives and until the backend has released their tensors.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ REPORT_SECONDS = 2.0  # how long ranks whose collective failed wait for each oth
 REPORT_SECONDS_OF_TWO = 0.3  # of two ranks: there is no third to report, and launchers soon end the other
 
 
-KEPT, KEPT_BYTES = 4, 1 << 20  # collectives whose tensors are kept, and their size at most
-LAST_WAIT, LAST_RELEASE = 5.0, 0.5  # seconds, at most, for sums under way at the end, and until tensors are let go
+KEPT, KEPT_BYTES = 4, 1 << 20  # the number of last collectives whose tensors are kept; the largest size in bytes
+LAST_WAIT, LAST_RELEASE = 5.0, 0.5  # seconds at exit: for each pending sum; until the backend releases the tensors
 
 
 class RankError(RuntimeError):
@@ -43,7 +42,7 @@ class RankError(RuntimeError):
 
 
 class RankStopped(RankError):
-    """An error of another rank, which it has told: all ranks are well, and may go on."""
+    """An error that another rank has reported: no rank has failed, and all can continue."""
 
 
 class Ranks:
@@ -281,12 +280,13 @@ _tensors_of_last: collections.deque[list[Tensor]] = collections.deque(maxlen=KEP
 
 
 def _keep(*tensors: Tensor) -> None:
-    """Tensors of a collective; large ones are let go, since their memory may be needed."""
+    """Keep the tensors of a collective; those above KEPT_BYTES are released, since their memory may be needed."""
     _tensors_of_last.append(list(tensors) if sum(x.nbytes for x in tensors) <= KEPT_BYTES else [])
 
 
 @atexit.register
 def _leave_nothing_under_way() -> None:
+    """Wait for pending collectives, and until the backend has released the tensors, each up to a time limit."""
     for pending in list(_under_way):
         with contextlib.suppress(RuntimeError):  # of a rank that has died
             assert pending.work is not None
@@ -295,7 +295,7 @@ def _leave_nothing_under_way() -> None:
         _under_way.discard(pending)
         _keep(pending.values)
     if _tensors_of_last:
-        time.sleep(0.01)  # for large ones
+        time.sleep(0.01)  # for tensors that were not kept
     end = time.monotonic() + LAST_RELEASE
     while any(_owners(x) > 1 for tensors in _tensors_of_last for x in tensors) and time.monotonic() < end:
         time.sleep(0.001)
@@ -306,7 +306,7 @@ def _owners(x: Tensor) -> int:
 
 
 def _forget() -> None:
-    """In a forked process, which has no threads of the backend."""
+    """In a forked process, which has no backend threads."""
     _under_way.clear()
     _tensors_of_last.clear()
 

@@ -44,7 +44,8 @@ def common_seed(ranks: Ranks, seed: int) -> int:
 
 
 def same_rows(ranks: Ranks, X: Any, codes: np.ndarray, error: Exception | None) -> None:
-    """Before a prediction: no rank has refused its rows (`error`), and all have as many, with the same labels."""
+    """Before a prediction: raise unless all ranks have valid rows (`error` is None) of equal number, and the same
+    labels."""
     found = ranks.raise_together(error, "a prediction", 0 if error is not None else int(X.shape[0]))
     if len(set(found)) > 1:
         raise RankError(f"Expected all ranks to predict the same rows, found {found} rows, rank by rank.")

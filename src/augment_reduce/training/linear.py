@@ -33,9 +33,9 @@ HIGHEST = 1000  # the exponent of the largest score if the true one overflows fl
 class LinearScores:
     """scores_of(start, stop) of the rows X, for `predict`; usually in the dtype of the weights.
 
-    psi = factor * (weight . (x - centre) / scale + bias), with weight (K, D) a tensor or a CSR matrix. Where other
-    processes have some of the classes every call gathers their scores, and `here` gives those of this one, for
-    `columns`: all ranks call, for the same rows, in one order.
+    psi = factor * (weight . (x - centre) / scale + bias), with weight (K, D) a tensor or a CSR matrix. With sharded
+    classes a call gathers the scores of all classes, and `here` returns those of this rank, for `columns`. Both are
+    collective: all ranks call for the same rows, in the same order.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LinearScores:
         return psi if self.partition is None else self.partition.whole_columns(psi)
 
     def here(self, start: int, stop: int) -> Tensor:
-        if isinstance(self.rows, MappedRows | MappedDenseRows):  # as many as may be in memory together
+        if isinstance(self.rows, MappedRows | MappedDenseRows):  # as many as fit in memory
             parts = self.rows.parts(np.arange(start, stop))
             psi = torch.cat([self._product(start + part.start, start + part.stop) for part in parts])
         else:

@@ -119,7 +119,7 @@ def orders_of(
 
 
 def rows_of_block(X: Rows) -> int:
-    """How many rows are BLOCK_BYTES of the file, on average."""
+    """The mean number of rows in BLOCK_BYTES of the file."""
     if isinstance(X, DenseRows):
         n_bytes = X.n_rows * X.n_features * X.values.itemsize
     else:

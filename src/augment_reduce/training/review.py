@@ -1,16 +1,16 @@
-"""Review the prior variance and the number of steps in the middle of a short fit.
+"""Review the prior variance and the number of steps of a short fit.
 
-The search before a fit (`prior_search`) judges variances after one or two epochs, when the weights are still small: a
-prior hardly acts on them, and one that is too strong goes unnoticed. So a fit of few epochs leaves the rows that judged
-the search out until AFTER of its steps. Then two branches, with a falling rate, compare the variance with four times
-it, or with a fourth of it if the scores are too large; the fit continues with the better one, on all rows. Only
-MOST_LEFT_OUT of the rows are left out that long.
+The search before a fit (`prior_search`) compares variances after one or two epochs. The weights are then still small,
+the prior has little effect, and a variance that is too low is not detected. A fit of few epochs therefore leaves out up
+to MOST_LEFT_OUT of the validation rows of the search until the fraction AFTER of its steps. Then two branches with
+decaying rate compare the variance with four times it, or with a fourth of it if the scores are too large. The fit
+continues with the better one, on all rows.
 
-The loss of the rows left out also says how far the fit is from its end. If it fell by a large share since the search,
-as with separable classes of few rows, two or three times as many steps are planned, unless their number was set, and
-the fit is reviewed a second time.
+The loss of these rows also indicates how far the fit is from convergence. If it decreased by a large share since the
+search, as with separable classes of few rows, two or three times as many steps are planned, unless their number was
+set, and the fit is reviewed again.
 
-Fits of many epochs are not reviewed: their searches are longer, and the rows left out would be missed.
+Fits of many epochs are not reviewed: their searches are longer, and leaving rows out would cost accuracy.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ..config.defaults import Settings, Shape
 from .fit import Fitted, TrainingRows
 from .prior_search import Branches, by_optima, temperature_factor
 
-AFTER = 0.4  # of the steps
+AFTER = 0.4  # fraction of the steps before the review
 MOST_EPOCHS = 15  # of a fit that is reviewed
 MOST_LEFT_OUT = 1_000  # rows
-STEP = 2  # factors of two to the other variance
-WORTH_SHARE, EVIDENCE = 1e-4, 1.5  # share of the loss and standard errors that it has to gain
-FEWEST_NATS = 0.05  # by which it has to fall
-EXTENSIONS = ((0.25, 3), (0.15, 2))  # (share of the loss by which it fell since the search, times the steps)
+STEP = 2  # factors of two between the two variances
+WORTH_SHARE, EVIDENCE = 1e-4, 1.5  # the share of the loss and the standard errors by which the other has to be better
+FEWEST_NATS = 0.05  # the least decrease of the loss for an extension
+EXTENSIONS = ((0.25, 3), (0.15, 2))  # (share of the loss by which it decreased since the search, factor of the steps)
 
 
 def review_of(
     fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any],
     stop_asked: Callable[[], bool], *, persistent: bool,
 ) -> Review | None:  # fmt: skip
-    """The review of this fit, where one is to come: after a search by training, or at the resumption of such a fit."""
+    """The review of this fit, or None: after a search by training, or when such a fit resumes before its review."""
     found, plan = fitted.found, fitted.run.plan
     if found is None or by_optima(shape) or not persistent or options["early_stopping"]:
         return None
-    if plan is None and fitted.rows_seen:  # a further fit
+    if plan is None and fitted.rows_seen:  # training continues after an earlier fit
         return None
     if plan is not None and plan.review == 0:
         return None
@@ -51,7 +51,7 @@ def review_of(
 
 
 class Review:
-    """`after`: the iteration of the review. `left_out`: rows to judge by, not trained on until then."""
+    """`after`: the iteration of the review. `left_out`: its validation rows, not used in training until then."""
 
     def __init__(
         self, fitted: Fitted, settings: Settings, rows: TrainingRows, shape: Shape, options: dict[str, Any],
@@ -65,14 +65,14 @@ class Review:
         self.may_extend = options["max_iter"] is None and options["max_epochs"] is None
 
     def pays(self) -> bool:
-        """Whether the fit is short, and the search of it was one by training."""
+        """Whether the fit is short and its search was by training."""
         branches = self.branches
         per_epoch = -(-len(branches.active) // branches.settings.batch_size)
         return not branches.why_not and self.start < self.after and self.last <= MOST_EPOCHS * per_epoch
 
     def __call__(self, fitted: Fitted, settings: Settings) -> Settings:
-        """The settings with the better variance, which `fitted.found` notes, and the plan of the rest. Without memory
-        for branches both remain."""
+        """The settings with the better variance. Updates `fitted.found` and the plan of the remaining steps; without
+        memory for branches neither changes, and the fit is not reviewed again."""
         branches, found, plan = self.branches, fitted.found, fitted.run.plan
         assert found is not None
         assert plan is not None
@@ -98,6 +98,6 @@ class Review:
 
 
 def extension(before: float, now: float) -> int:
-    """How many times the planned steps to take, from the losses of the search and of the review."""
+    """The factor of the planned steps, from the losses of the search and of the review."""
     fell = before - now if before - now > FEWEST_NATS else 0.0
     return next((times for share, times in EXTENSIONS if fell > share * before), 1)
