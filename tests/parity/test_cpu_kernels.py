@@ -73,7 +73,7 @@ def test_push_in_float64_is_the_reference_to_rounding(optimizer, prior_name, sha
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("prior_name", PRIORS)
+@pytest.mark.parametrize("prior_name", ["unbiased"])  # compiled anew for each; in float64 all are compared
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_push_in_float32_is_as_close_to_the_truth_as_the_reference(optimizer, prior_name, shared):
     """Two steps from random weights. Truth: the reference in float64 on the same float32 numbers."""
