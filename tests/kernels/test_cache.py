@@ -417,3 +417,32 @@ def ended(child, patience=120.0):
     os.kill(child, 9)
     os.waitpid(child, 0)
     return "hangs"
+
+
+FITS = """
+import sys
+import numpy as np
+from augment_reduce import Adagrad, AugmentReduceClassifier, SectionFour
+rules = {"adagrad": Adagrad(0.1), "section4": SectionFour(0.02)}
+X, y = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32), np.arange(60) % 7
+for name in sys.argv[1:]:
+    clf = AugmentReduceClassifier(preset="paper", optimizer=rules[name], batch_size=20, max_iter=9, random_state=0)
+    print(name, clf.fit(X, y).coef_.sum(0).tolist())
+"""
+
+
+def test_functions_generated_from_one_source_are_not_taken_for_each_other(tmp_path):
+    """Two rules, each compiled by a process of its own, at the same time, and run by a third that loads both."""
+
+    def fitted(folder, *names):
+        command = [sys.executable, "-W", "ignore", "-c", FITS, *names]
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / folder)}
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return found.stdout.splitlines()
+
+    alone = [*fitted("first", "adagrad"), *fitted("second", "section4")]
+    (second,) = (tmp_path / "second").iterdir()
+    for kernel in (tmp_path / "first").glob("*/*.kernel"):
+        if not (second / kernel.name).exists():
+            shutil.copy(kernel, second)
+    assert fitted("second", "adagrad", "section4") == alone

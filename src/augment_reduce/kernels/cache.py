@@ -18,10 +18,12 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import pickle
 import pkgutil
 import platform
+import secrets
 import shutil
 import stat
 import sys
@@ -38,18 +40,37 @@ import numba
 import numpy as np
 import scipy
 from numba import njit
-from numba.core import compiler, event, serialize
+from numba.core import bytecode, compiler, event, serialize
 from numba.core.compiler_lock import global_compiler_lock
 
-HEADER = b"augment-reduce compiled kernel 1\n"
+HEADER = b"augment-reduce compiled kernel 2\n"
 SUFFIX = ".kernel"
 FOLDER = "augment-reduce-kernels"
 GENERATIONS = 4  # folders of other versions of the sources that are kept
 # The folder of the kernels. Whatever else they import from, constants for one, is named below: a test looks.
 KERNELS = "cpu"
-IMPORTED = ("kernels.constants", "kernels.rows", "kernels.threads")
+IMPORTED = ("kernels.constants", "kernels.protocol", "kernels.rows", "kernels.threads")
 # Settings of Numba that change the code it makes.
 FLAGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "ENABLE_AVX", "CPU_NAME", "CPU_FEATURES")
+
+
+def number_functions_apart() -> None:
+    """Start Numba's numbering of compiled functions at a random number in this process.
+
+    Numba names a compiled function after its source and a number, counted from 1 in every process. Of two functions
+    of one name the linker uses the first for both. Functions generated from one source, such as the steps of two row
+    rules, have the same number if two processes each compiled one of them. A third process that loads both from disk
+    would then run one of them in place of the other.
+    """
+    bytecode.FunctionIdentity._unique_ids = itertools.count(secrets.randbits(60))
+
+
+# Numba may rename this attribute: then nothing is kept on disk.
+NUMBERED = hasattr(bytecode.FunctionIdentity, "_unique_ids")
+if NUMBERED:
+    number_functions_apart()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=number_functions_apart)
 
 
 def cached_njit(of: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -78,7 +99,7 @@ class KernelCache:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
-        self.enabled = True
+        self.enabled = NUMBERED
 
     @property
     def cache_path(self) -> str | None:
@@ -86,7 +107,7 @@ class KernelCache:
         return None if written_to is None else str(written_to)
 
     def enable(self) -> None:
-        self.enabled = True
+        self.enabled = NUMBERED
 
     def disable(self) -> None:
         self.enabled = False

@@ -11,7 +11,7 @@ as on the CPU, to rounding. Work is that of the non-zeros of the pairs, whatever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class DeviceRows:
     values: Tensor
     indices: Tensor | None  # None: dense
     device: torch.device
+    mapped: ClassVar[bool] = False
 
     @classmethod
     def of(cls, X: Rows, device: torch.device, dtype: torch.dtype) -> DeviceRows:
