@@ -23,8 +23,8 @@ from .optim import RowOptimizer
 from .persistence.checkpoints import check_every, checkpoints
 from .sampling import ClassSampler
 from .support.seeds import mix
-from .training import fit as fitting
 from .training import stream
+from .training.fitted import TrainingRows
 
 BUFFER_ROWS = 1 << 16  # of a stream, mixed before they are trained on
 
@@ -217,7 +217,7 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
                 else:
                     self.classes_, codes = labels.classes_of(y)
                     labels.check_classes(self.classes_)
-                rows = fitting.TrainingRows(
+                rows = TrainingRows(
                     as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
                 )
             partition = self._agreed(rows, ranks, checkpoint=checkpoint, every=every)
@@ -270,7 +270,7 @@ class AugmentReduceClassifier(ClassifierMixin, Predictions, Fitting, Files):
                         "classes differ from those of the first call of partial_fit; leave them out, or start anew."
                     )
                 codes = labels.encode(self.classes_, y)
-                rows = fitting.TrainingRows(
+                rows = TrainingRows(
                     as_rows(X), codes, labels.row_weights(self.class_weight, self.classes_, codes, weight)
                 )
             prepared = self._prepare(noise, rows, self._agreed(rows, ranks), anew=first, stream=True)

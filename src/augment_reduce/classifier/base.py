@@ -9,7 +9,7 @@ from sklearn.base import BaseEstimator
 
 from ..model.compiled import compiled
 from ..model.noise import Noise, resolve_noise
-from ..training.fit import Fitted
+from ..training.fitted import Fitted
 
 
 class ClassifierBase(BaseEstimator):

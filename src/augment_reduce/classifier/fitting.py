@@ -21,6 +21,7 @@ from ..support.limits import memory_errors
 from ..training import agreement, diagnosis, direct_fit, interrupts, linear, prior_search, review
 from ..training import fit as fitting
 from ..training.fit import threads
+from ..training.fitted import Fitted, TrainingRows, check_can_go_on, for_the_rest, start, units
 from ..training.loop import Stopwatch
 from ..training.merging import merged
 from .coefficients import Coefficients
@@ -32,7 +33,7 @@ class Fit:
 
     settings: Settings
     X: Rows  # scaled features
-    rows: fitting.TrainingRows  # the training rows
+    rows: TrainingRows  # the training rows
     shape: Shape
     options: dict[str, Any]
     state_bytes: int  # of a checkpoint
@@ -44,12 +45,12 @@ class Fitting(Coefficients):
     def _ranks(self) -> Ranks:
         """The ranks of this fit; those of the existing model if its process group is the same."""
         ranks = ranks_of(self.process_group)
-        fitted: fitting.Fitted | None = getattr(self, "_fitted", None)
+        fitted: Fitted | None = getattr(self, "_fitted", None)
         if fitted is None or fitted.partition is None:
             return ranks
         return fitted.partition.ranks if fitted.partition.ranks.group is ranks.group else ranks
 
-    def _agreed(self, rows: fitting.TrainingRows, ranks: Ranks, **more: Any) -> Partition | None:
+    def _agreed(self, rows: TrainingRows, ranks: Ranks, **more: Any) -> Partition | None:
         """This rank's classes, after checking that all ranks have the same rows, parameters and `more`; None for one
         process."""
         if ranks.size == 1:
@@ -59,7 +60,7 @@ class Fitting(Coefficients):
         return Partition(ranks, ClassShard(len(self.classes_), ranks.rank, ranks.size), not self.sync)
 
     def _prepare(
-        self, noise: Noise, rows: fitting.TrainingRows, partition: Partition | None, *, anew: bool, stream: bool = False
+        self, noise: Noise, rows: TrainingRows, partition: Partition | None, *, anew: bool, stream: bool = False
     ) -> Fit:  # fmt: skip
         """Resolve all settings; allocate parameters, or check that training can continue with the existing ones."""
         ranks, seed = Ranks(None) if partition is None else partition.ranks, None
@@ -74,7 +75,7 @@ class Fitting(Coefficients):
         return int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
 
     def _prepare_here(
-        self, noise: Noise, rows: fitting.TrainingRows, partition: Partition | None, seed: int | None, *, anew: bool,
+        self, noise: Noise, rows: TrainingRows, partition: Partition | None, seed: int | None, *, anew: bool,
         stream: bool,
     ) -> Fit:  # fmt: skip
         options = self.get_params(deep=False)
@@ -90,7 +91,7 @@ class Fitting(Coefficients):
         if solves_directly(options, noise, plain):
             rows = merged(rows)
         active, own = rows.active(), rows.X
-        scaling = fitting.units(own, active, rows.weight, options, stream) if anew else self._fitted.scaling
+        scaling = units(own, active, rows.weight, options, stream) if anew else self._fitted.scaling
         if scaling is not None:
             rows = dataclasses.replace(rows, X=scaling.apply(own, own.dtype))
         check_scale(rows.X.largest(), rows.weight, len(active), len(self.classes_), dtype)
@@ -107,12 +108,12 @@ class Fitting(Coefficients):
         if anew:
             seed = self._seed() if seed is None else seed
             with one_torch_thread(), memory_errors("This fit", bytes_needed):
-                self._fitted = fitting.start(settings, shape.n_classes, shape.n_features, seed, bytes_needed, partition)
+                self._fitted = start(settings, shape.n_classes, shape.n_features, seed, bytes_needed, partition)
             self._fitted.scaling, self._fitted.centred = scaling, self.preset is None
         else:
             self.densify()
             self._apply_coefficients()
-            fitting.check_can_go_on(self._fitted, settings)
+            check_can_go_on(self._fitted, settings)
             self._fitted.partition = partition  # `sync` may have changed
         return Fit(settings, own, rows, shape, options, state_bytes(settings, shape, self.early_stopping))
 
@@ -131,7 +132,7 @@ class Fitting(Coefficients):
                     if self._fitted.ended:
                         self._fitted.class_mean = linear.mean_over_classes(self._fitted)
                         return
-                    settings = fitting.for_the_rest(self._fitted, settings, watch)
+                    settings = for_the_rest(self._fitted, settings, watch)
                 if prior_search.wanted(fit.options, self._fitted, persistent=persistent):
                     with threads(self.n_jobs):
                         settings, rows = prior_search.find(

@@ -28,7 +28,7 @@ from .._version import __version__
 from ..kernels.rows import DenseRows
 from ..sharding import Partition, Ranks, RankStopped
 from ..support.atomic import check_writable, replaced_atomically, sync_folder
-from ..training.fit import Fitted, TrainingRows
+from ..training.fitted import Fitted, TrainingRows
 from . import rank_checkpoints, rank_files, saving
 from .encoding import encode
 from .files import ModelFileError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..sharding import ClassShard, Partition, Ranks
 from ..sharding.chunks import Chunks
-from ..training.fit import Fitted
+from ..training.fitted import Fitted
 from . import rank_files, saving
 from .files import ModelFileError
 

@@ -31,7 +31,7 @@ from ..local.base import Clock
 from ..sharding import Partition
 from ..support.atomic import target_of
 from ..training.cross_validation import Found
-from ..training.fit import TORN, Fitted
+from ..training.fitted import TORN, Fitted
 from ..training.loop import HISTORY, Plan, Window
 from . import rank_files
 from .encoding import EncodingError, decode, encode

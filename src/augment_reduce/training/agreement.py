@@ -16,7 +16,7 @@ import torch
 from .._version import __version__
 from ..kernels.rows import DenseRows, Rows
 from ..sharding import RankError, Ranks
-from .fit import TrainingRows
+from .fitted import TrainingRows
 
 AT_ONCE = 1 << 20  # numbers
 OF_EACH_RANK = ("process_group", "n_jobs", "verbose", "device", "random_state")  # the seed is compared separately

@@ -19,7 +19,7 @@ from ..config.features import FeatureScaling
 from ..kernels.rows import DenseRows, Rows
 from ..model import predict
 from ..model.noise import Noise
-from .fit import Fitted
+from .fitted import Fitted
 from .linear import LinearScores
 
 LAST = 0.125  # share of the steps

@@ -14,7 +14,8 @@ from ..config.defaults import Settings, relative_variance
 from ..local.base import Clock
 from ..model.noise import Gumbel
 from .direct import PRECISE, Basis, Objective, Solution, solve
-from .fit import Fitted, TrainingRows, count, threads
+from .fit import count, threads
+from .fitted import Fitted, TrainingRows
 from .loop import HISTORY, Stopwatch
 from .progress import TrainingProgress
 

@@ -23,7 +23,7 @@ from ..model.scores import kernels_for
 from ..sharding import Partition
 
 if TYPE_CHECKING:
-    from .fit import Fitted
+    from .fitted import Fitted
 
 LARGEST = 1e300  # replaces scaled features that overflow
 NUMBERS_AT_ONCE = 1 << 22  # weights copied to float64 at a time

@@ -28,7 +28,7 @@ from .loop import Plan
 from .step import Problem, State, as_minibatch
 
 if TYPE_CHECKING:
-    from .fit import Fitted, TrainingRows
+    from .fitted import Fitted, TrainingRows
 
 VALIDATION_PAIRS = 50_000_000  # (row, class) pairs of one look at the validation rows
 GAP_PAIRS = 2_000_000  # and of one at the bound's gap: what has to be kept in memory

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from ..kernels.rows import DenseRows, SparseRows
 from ..support.seeds import mix
-from .fit import TrainingRows
+from .fitted import TrainingRows
 
 
 def merged(rows: TrainingRows) -> TrainingRows:

@@ -29,7 +29,8 @@ from ..support.seeds import mix
 from . import fit as fitting
 from .cross_validation import Found, Judged, Path, best_factor, canonical_order, losses_at
 from .direct import Basis
-from .fit import Fitted, TrainingRows
+from .fitted import Fitted, TrainingRows
+from .fitted import start as start_fit
 from .noise_scale import expected_scale, relative_scale
 
 HELD_OUT, FEWEST_HELD_OUT = 0.1, 50
@@ -305,7 +306,7 @@ class Branches:
     def begin(self) -> Fitted:
         """The first part of a fit at the first variance."""
         shape = self.shape
-        started = fitting.start(self.settings, shape.n_classes, shape.n_features, self.seed, 0, self.partition)
+        started = start_fit(self.settings, shape.n_classes, shape.n_features, self.seed, 0, self.partition)
         started.scaling, started.found = self.scaling, Found(0.0, 1.0, 0.0, 0, "")
         return self.advance(started, self.settings, self.variance(0), self.warm)
 

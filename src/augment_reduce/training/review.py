@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..config.defaults import Settings, Shape
-from .fit import Fitted, TrainingRows
+from .fitted import Fitted, TrainingRows
 from .prior_search import Branches, by_optima, temperature_factor
 
 AFTER = 0.4  # fraction of the steps before the review
