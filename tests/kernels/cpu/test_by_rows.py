@@ -52,9 +52,10 @@ def numbers(state):
     return [parameters.weight, parameters.bias, *parameters.weight_state, *parameters.bias_state, *state.local.values()]
 
 
-@pytest.mark.parametrize("with_prior", [False, True])
 @pytest.mark.parametrize(
-    "optimizer", [SectionFour(first_kappa_one=True), Adagrad(bias_scale=2.0)], ids=lambda o: o.name
+    ("optimizer", "with_prior"),
+    [(SectionFour(first_kappa_one=True), False), (SectionFour(), True), (Adagrad(bias_scale=2.0), True)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", PAPER)
 def test_one_pass_is_the_verbs_one_at_a_time(name, optimizer, with_prior):
