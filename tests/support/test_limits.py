@@ -199,7 +199,7 @@ def test_whatever_says_that_there_is_no_memory_says_it_alike(error, monkeypatch)
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr("augment_reduce.training.fit.zeros", fails)
+    monkeypatch.setattr("augment_reduce.training.fitted.zeros", fails)
     with pytest.raises(MemoryError, match=r"This fit needs about 0\.\d\d GB, of which .* GB are left"):
         clf.fit(X, y)
     assert not hasattr(clf, "classes_")
